@@ -1,0 +1,312 @@
+"""One dataclass tree for a training run; presets are functions that fill it.
+
+The command line is made from these fields: `bwsft train PRESET --steps 50 --optim.lr 1e-4`.
+Imports nothing heavy, so that `bwsft --help` is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Records -> tokens -> packed batches."""
+
+    template: Literal["metamath", "chat", "none"] = "metamath"
+    """Prompt text: the paper's instruction, the bare question as a chat turn, or raw text."""
+    canvas: Literal["fixed", "response", "padded"] = "fixed"
+    """What lies behind the response: [MASK] up to prompt + gen_length with the last block
+    filled by end tokens; nothing; or visible padding (as the paper's released code)."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """A malformed record stops the run, or is skipped, counted and listed."""
+    exclude_type: str | None = None
+    """Drop records whose `type` contains this text (the released code drops "GSM")."""
+    limit: int | None = None
+    """Use at most this many kept examples, in source order."""
+    holdout: int = 64
+    """Examples kept out of training for the held-out blockwise NELBO."""
+    cache_dir: str | None = None
+    """Folder of tokenised sets; default $BWSFT_CACHE or ~/.cache/bwsft."""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is masked and how it is weighed (bwsft/objectives/)."""
+
+    name: Literal["blockwise", "classical"] = "blockwise"
+    """Blockwise SFT, or classical SFT: Bernoulli masks over the whole response."""
+    blocks: Literal["uniform", "traversal", "sequential"] = "uniform"
+    """Active block of a visit: with replacement; each block once per traversal of the
+    example, in random order; each block in turn from the left."""
+    weight: Literal["count", "rate", "flat"] = "count"
+    """Row weight: 1 / masked tokens; 1 / (mask rate x block length); 1 / block length."""
+    empty: Literal["last", "skip"] = "last"
+    """A draw that masks nothing masks the block's last token, or weighs nothing."""
+    block_factor: Literal["mean", "sum"] = "mean"
+    """Estimate the mean over an example's blocks, or their sum."""
+    low: float = 1e-3
+    """Lowest mask rate."""
+    high: float = 1.0
+    """Highest mask rate."""
+    prefix_noise: float = 0.0
+    """Ablation: share of earlier response tokens that are masked too (never supervised)."""
+    suffix_leak: float = 0.0
+    """Ablation: share of later response tokens that stay visible."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters; the LM head never gets one."""
+
+    rank: int = 256
+    """Rank r; 0 trains every weight instead (full fine-tuning)."""
+    alpha: float = 512.0
+    """Scale: the update is alpha / r times B A."""
+    dropout: float = 0.05
+    """Dropout on the adapter's input."""
+    targets: Literal["all", "released"] = "all"
+    """All seven matrices of every block, or the four that the released code's list hits."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and the learning-rate schedule."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    beta1: float = 0.95
+    """Decay of the first moment."""
+    beta2: float = 0.99
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    warmup: float = 0.1
+    """Share of the steps that warm up."""
+    warmup_shape: Literal["linear", "log"] = "linear"
+    """Linear, or the logarithmic ramp of DeepSpeed's default."""
+    floor: float = 0.1
+    """The cosine ends at this share of the peak."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Held-out blockwise NELBO with fixed draws: curves of different runs compare."""
+
+    every: int = 50
+    """Steps between evaluations (also before the first and after the last); 0 turns it off."""
+    draws: int = 2
+    """Masks per held-out block; their counts are stratified."""
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """Shape of the small random LLaDA that is built when no model is given."""
+
+    d_model: int = 128
+    """Hidden size D."""
+    n_layers: int = 4
+    """Blocks."""
+    n_heads: int = 4
+    """Attention heads."""
+    mlp_hidden_size: int = 384
+    """Width of the MLP."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run. Flat fields are what everyone sets."""
+
+    preset: str = ""
+    """Name of the preset these values started from."""
+    data: str | None = None
+    """JSONL/JSON/CSV/Parquet file or Hub id; none: generated word problems."""
+    model: str | None = None
+    """Checkpoint folder or Hub id; none: the tiny embedded LLaDA, or with --tokenizer a small
+    random one of that vocabulary (its shape: --init.*)."""
+    tokenizer: str | None = None
+    """Tokenizer folder or Hub id; default: the model's own."""
+    out: str | None = None
+    """Run folder; default runs/PRESET-seedN. It must not exist."""
+    resume: str | None = None
+    """Run folder to go on with, from its newest complete checkpoint."""
+    steps: int = 200
+    """Optimiser updates."""
+    seed: int = 42
+    """Seed of every random choice: order, blocks, rates, marks, dropout, initial weights."""
+    block_size: int = 32
+    """Tokens in a block, B."""
+    gen_length: int = 128
+    """Response positions on the decoder's canvas."""
+    max_length: int = 256
+    """Longest prompt + response; longer examples are dropped and counted."""
+    batch_size: int = 32
+    """Sequences per optimiser update."""
+    micro_batch_size: int = 32
+    """Sequences per forward and backward; the rest is gradient accumulation."""
+    save_every: int = 100
+    """Steps between checkpoints (the last step is always saved)."""
+    keep_last: int = 3
+    """Checkpoints kept; 0 keeps all."""
+    grad_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more compute."""
+    device: str = "auto"
+    """auto: a CUDA device if there is one, else the CPU."""
+    dataset: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    init: InitConfig = field(default_factory=InitConfig)
+
+
+def debug() -> Config:
+    """A minute on a laptop CPU, no network: tiny model, generated problems, full fine-tuning."""
+    return Config(
+        preset="debug",
+        steps=100,
+        block_size=8,
+        gen_length=32,
+        max_length=64,
+        batch_size=8,
+        micro_batch_size=8,
+        save_every=50,
+        dataset=DataConfig(holdout=16),
+        lora=LoraConfig(rank=0),
+        optim=OptimConfig(lr=1e-3),
+        eval=EvalConfig(every=25),
+    )
+
+
+def llada_8b_lora() -> Config:
+    """LLaDA-8B-Instruct with LoRA r 256 in bf16 on one 80 GB card; the `aligned` choices."""
+    return Config(preset="llada-8b-lora", model="GSAI-ML/LLaDA-8B-Instruct", micro_batch_size=4)
+
+
+def paper() -> Config:
+    """The paper's text: as llada-8b-lora, but the canvas ends with the response."""
+    base = llada_8b_lora()
+    data = dataclasses.replace(base.dataset, canvas="response")
+    return dataclasses.replace(base, preset="paper", data="meta-math/MetaMathQA", dataset=data)
+
+
+def released() -> Config:
+    """The paper's released code: visible padding, four adapted matrices, log warm-up,
+    0.9/0.95, floor 0.01, GSM records dropped, draws without a mask weigh nothing."""
+    base = paper()
+    return dataclasses.replace(
+        base,
+        preset="released",
+        dataset=dataclasses.replace(
+            base.dataset, canvas="padded", exclude_type="GSM", limit=6400, holdout=0
+        ),
+        objective=ObjectiveConfig(blocks="traversal", empty="skip"),
+        lora=LoraConfig(targets="released"),
+        optim=OptimConfig(beta1=0.9, beta2=0.95, warmup_shape="log", floor=0.01),
+        eval=EvalConfig(every=0),
+    )
+
+
+PRESETS = {
+    "debug": debug,
+    "llada-8b-lora": llada_8b_lora,
+    "paper": paper,
+    "released": released,
+}
+
+
+def run_folder(config: Config) -> Path:
+    """Where the run writes: --resume, else --out, else runs/PRESET-seedN."""
+    return Path(config.resume or config.out or f"runs/{config.preset}-seed{config.seed}")
+
+
+def validate(config: Config) -> None:
+    """Raise ValueError, naming the field, for values that no run can use."""
+    positive = "steps block_size gen_length max_length batch_size micro_batch_size save_every"
+    for name in positive.split():
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if config.gen_length % config.block_size:
+        fit = math.ceil(config.gen_length / config.block_size) * config.block_size
+        raise ValueError(
+            f"--block-size {config.block_size} must divide --gen-length {config.gen_length}; "
+            f"try --gen-length {fit}"
+        )
+    if config.batch_size % config.micro_batch_size:
+        raise ValueError(
+            f"--micro-batch-size {config.micro_batch_size} must divide "
+            f"--batch-size {config.batch_size}"
+        )
+    if not 0 <= config.seed < 2**63:
+        raise ValueError("--seed must lie in [0, 2^63)")
+    _validate_groups(config)
+
+
+def _validate_groups(config: Config) -> None:
+    objective, optim, lora = config.objective, config.optim, config.lora
+    if not 0 < objective.low <= objective.high <= 1:
+        raise ValueError("--objective.low and --objective.high must satisfy 0 < low <= high <= 1")
+    if objective.weight != "count" and objective.empty == "last":
+        raise ValueError(
+            f"--objective.weight {objective.weight} needs --objective.empty skip: masking the "
+            "last token of an empty draw biases every weight but 1/count"
+        )
+    for name in ("prefix_noise", "suffix_leak"):
+        if not 0 <= getattr(objective, name) <= 1:
+            raise ValueError(f"--objective.{name.replace('_', '-')} must lie in [0, 1]")
+    if not (0 < optim.lr and 0 <= optim.warmup <= 1 and 0 <= optim.floor <= 1):
+        raise ValueError("--optim needs lr > 0, and warmup and floor in [0, 1]")
+    if lora.rank < 0 or not 0 <= lora.dropout < 1:
+        raise ValueError("--lora needs rank >= 0 and dropout in [0, 1)")
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """Read what `to_json` wrote; an unknown or missing field raises ValueError by name."""
+    return _build(Config, json.loads(text), "")
+
+
+_GROUPS = {
+    "dataset": DataConfig,
+    "objective": ObjectiveConfig,
+    "lora": LoraConfig,
+    "optim": OptimConfig,
+    "eval": EvalConfig,
+    "init": InitConfig,
+}
+
+
+def _build(cls, values, path: str):
+    if not isinstance(values, dict):
+        raise ValueError(f"config.json: {path or 'the file'} must be an object")
+    names = {f.name for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(values) - names):
+        raise ValueError(f"config.json: unknown field {path}{unknown[0]}")
+    nested = {k: _build(_GROUPS[k], v, f"{k}.") for k, v in values.items() if k in _GROUPS}
+    return cls(**{**values, **nested})
+
+
+def differences(a: Config, b: Config) -> list[str]:
+    """Paths of the fields in which two configs differ, with both values."""
+    left, right = _flat(dataclasses.asdict(a)), _flat(dataclasses.asdict(b))
+    return [f"{k}: {left[k]} -> {right[k]}" for k in left if left[k] != right[k]]
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    out = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        out.update(_flat(value, f"{path}.") if isinstance(value, dict) else {path: value})
+    return out
