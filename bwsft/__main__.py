@@ -1,0 +1,7 @@
+"""`python -m bwsft`."""
+
+import sys
+
+from bwsft.cli import main
+
+sys.exit(main())

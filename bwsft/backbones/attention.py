@@ -1,0 +1,152 @@
+"""Full bidirectional attention over packed rows, and half-rotation RoPE.
+
+T packed tokens, S sequences, L the longest of them, H heads, K key/value heads, E head width.
+A model builds one :class:`AttentionLayout` per forward and hands it down its layers, so that no
+layer reads a length back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Flash attention's own limits; other widths take the padded path.
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """How the rows of a [T, ...] tensor form sequences, and which keys a query may see.
+
+    ``slots`` [T] is each row's place in the padded [S * L] grid, None where the rows fill the grid
+    in order. ``mask`` is boolean and broadcasts to [S, 1, L, L], True where attention is allowed.
+    With ``kernel`` (a varlen function) rows stay packed, and slots and mask are unused.
+    """
+
+    num_sequences: int
+    max_length: int
+    slots: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    kernel: Callable | None = None
+
+
+def packed_layout(
+    cu_seqlens: Tensor, max_length: int | None = None, kernel: Callable | None = None
+) -> AttentionLayout:
+    """Layout of packed rows with boundaries ``cu_seqlens`` [S + 1] (starts with 0, ends with T).
+
+    ``max_length`` saves the one host read of the varlen path; the padded path reads the lengths
+    anyway. Raises ``ValueError`` if a sequence is empty.
+    """
+    num_sequences = cu_seqlens.numel() - 1
+    if kernel is not None:
+        longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
+        return AttentionLayout(
+            num_sequences, longest, cu_seqlens=cu_seqlens.to(torch.int32), kernel=kernel
+        )
+    lengths = cu_seqlens.diff()
+    shortest, longest = (int(n) for n in torch.stack(lengths.aminmax()).tolist())
+    if shortest <= 0:
+        raise ValueError("cu_seqlens must rise strictly: drop empty sequences from the batch")
+    if shortest == longest:
+        return AttentionLayout(num_sequences, longest)
+    grid = torch.arange(longest, device=cu_seqlens.device)
+    filled = grid < lengths[:, None]  # [S, L]
+    total = int(cu_seqlens[-1])
+    rows = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.repeat_interleave(lengths.long(), output_size=total)  # [T]
+    slots = sequence * longest + rows - cu_seqlens.long()[sequence]
+    return AttentionLayout(num_sequences, longest, slots, filled[:, None, None, :])
+
+
+def padded_layout(num_sequences: int, length: int, mask: Tensor | None = None) -> AttentionLayout:
+    """Layout of [S, L] rows flattened to [S * L].
+
+    ``mask``: None; [S, L] with zeros at padding keys; or boolean [S, 1, L, L] (1 broadcasts) with
+    True where query (third) may see key (fourth). Anything else raises ``ValueError``.
+    """
+    if mask is not None and mask.ndim == 2:
+        if mask.shape != (num_sequences, length):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}, the input needs "
+                f"{(num_sequences, length)}"
+            )
+        mask = (mask != 0)[:, None, None, :]
+    elif mask is not None and (mask.ndim != 4 or mask.dtype != torch.bool):
+        raise ValueError(
+            "attention_mask must be [S, L] (zeros at padding) or boolean [S, 1, L, L] "
+            f"(True = may attend), not {mask.dtype} {tuple(mask.shape)}"
+        )
+    return AttentionLayout(num_sequences, length, mask=mask)
+
+
+def varlen_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, implementation: str | None = None
+) -> Callable | None:
+    """The packed kernel for this device and compute dtype, or None for padding inside attention.
+
+    ``implementation="flash_attention_2"`` (transformers' name) takes the flash-attn package; any
+    other value takes torch's own varlen attention.
+    """
+    fits = head_dim % 8 == 0 and head_dim <= _FLASH_MAX_HEAD_DIM
+    if device.type != "cuda" or dtype not in _FLASH_DTYPES or not fits:
+        return None
+    if implementation == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    """Softmax attention, scale 1/sqrt(E). q [T, H, E], k and v [T, K, E] -> [T, H, E].
+
+    A sequence gives the same rows alone as in a batch up to the summation order of the kernel:
+    below 1e-12 relative in float64, a few ulp of the dtype otherwise. Padding adds exact zeros.
+    """
+    if k.size(1) != q.size(1):
+        # Written out rather than left to the kernels: torch 2.11's varlen attention and the
+        # memory-efficient kernel (masked float32 on CUDA) have no grouped heads.
+        groups = q.size(1) // k.size(1)
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    if layout.kernel is not None:
+        cu, longest = layout.cu_seqlens, layout.max_length
+        return layout.kernel(q, k, v, cu, cu, longest, longest)
+    q, k, v = (_to_grid(x, layout) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask)
+    out = out.transpose(1, 2).flatten(0, 1)  # [S * L, H, E]
+    return out if layout.slots is None else out.index_select(0, layout.slots)
+
+
+def _to_grid(x: Tensor, layout: AttentionLayout) -> Tensor:
+    """[T, H, E] -> [S, H, L, E], zeros in the unused slots (so a padded row is never NaN)."""
+    size = layout.num_sequences * layout.max_length
+    if layout.slots is not None:
+        x = x.new_zeros(size, *x.shape[1:]).index_copy_(0, layout.slots, x)
+    return x.view(layout.num_sequences, layout.max_length, *x.shape[1:]).transpose(1, 2)
+
+
+def rope_tables(
+    position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, 1, E / 2] of the rotation angles, in at least float32."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    even = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=dtype)
+    angles = position_ids.to(dtype)[:, None] * (1.0 / theta ** (even / head_dim))  # [T, E / 2]
+    return angles.cos()[:, None, :], angles.sin()[:, None, :]
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE that pairs entry i with i + E / 2. x [T, H, E]; computed in the tables' dtype."""
+    cos, sin = tables
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)

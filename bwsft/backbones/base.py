@@ -1,0 +1,138 @@
+"""What every model family offers the trainer and the sampler.
+
+T packed tokens, S sequences, N loss rows, D hidden size, V vocabulary (rows of the head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bwsft_kernels import linear_cross_entropy
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the rest of bwsft must know about a family. Replace a field with
+    ``dataclasses.replace`` (the tokenizer may know more end ids than the config)."""
+
+    mask_id: int
+    eos_id: int
+    end_ids: tuple[int, ...]  # decoding ends at any of these
+    vocab_size: int  # token ids lie below; the head may have more rows
+    max_positions: int
+    logit_shift: int = 0  # row i predicts token i + logit_shift
+    block_origin: str = "response"  # where the block grid starts: "response" | "absolute"
+    attention: str = "full"  # "full" | "block_causal"
+    softcap: float | None = None
+
+
+class Backbone(nn.Module):
+    """A Hugging Face model, possibly wrapped by peft, behind the one entry of a training step.
+
+    Head and loss live inside :meth:`forward`, so that the hooks of DDP and FSDP see the whole
+    step. A family implements :meth:`hidden_states`, :meth:`head` and
+    :meth:`set_gradient_checkpointing`.
+    """
+
+    def __init__(self, model: nn.Module, family: Family):
+        super().__init__()
+        self.model = model
+        self.family = family
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The family's own module, also where ``model`` is a ``PeftModel`` around it."""
+        unwrap = getattr(self.model, "get_base_model", None)
+        return self.model if unwrap is None else unwrap()
+
+    def hidden_states(
+        self,
+        ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        context: Any = None,
+        *,
+        max_length: int | None = None,
+    ) -> Tensor:
+        """Packed ids [T] -> [T, D] after the final norm.
+
+        ``cu_seqlens`` [S + 1] holds the sequences' boundaries, ``position_ids`` [T] each token's
+        position. ``max_length``, the longest sequence where the caller knows it, saves a host
+        read on CUDA. ``ValueError`` for a sequence beyond ``family.max_positions``, and on a CPU
+        for an id or position out of range (on CUDA the embedding asserts on the device).
+        """
+        raise NotImplementedError
+
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        """LM head: weight [V, D] and bias [V] or None."""
+        raise NotImplementedError
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Recompute each layer in backward instead of keeping its activations."""
+        raise NotImplementedError
+
+    def predicting_rows(self, rows: Tensor) -> Tensor:
+        """Hidden-state rows that predict the tokens at flat indices ``rows``.
+
+        With a logit shift a prompt must be at least as long as the shift. The clamp serves the
+        tail of a row list, whose rows are 0 and weigh 0.
+        """
+        shift = self.family.logit_shift
+        return rows if shift == 0 else (rows - shift).clamp_min(0)
+
+    def forward(
+        self, batch: Any, rows: Tensor, target: Tensor, row_weight: Tensor, context: Any = None
+    ) -> Tensor:
+        """Weighted sum of cross-entropies over the loss rows, a float32 scalar.
+
+        ``batch`` has ``ids`` [T] (already masked), ``position_ids`` [T] and ``cu_seqlens``
+        [S + 1]; ``rows`` [N] are flat indices into ``ids``, ``target`` [N] the clean tokens (-100
+        on the tail) and ``row_weight`` [N] the weights (0 on the tail). Rows are gathered before
+        the head, so its cost follows N and not T.
+        """
+        hidden = self.hidden_states(
+            batch.ids,
+            batch.position_ids,
+            batch.cu_seqlens,
+            context,
+            max_length=getattr(batch, "max_length", None),
+        )
+        weight, bias = self.head()
+        return linear_cross_entropy(
+            hidden.index_select(0, self.predicting_rows(rows)),
+            weight,
+            target,
+            linear_bias=bias,
+            reduction="sum",
+            row_weight=row_weight,
+            softcap=self.family.softcap,
+        )
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """``ValueError`` if a token id on the CPU is out of range. A CUDA tensor is left alone: its
+    check would wait for the device, and the embedding asserts there."""
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    low, high = (int(i) for i in ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token id {low if low < 0 else high} is outside the vocabulary [0, {vocab_size}): "
+            "the tokenizer does not belong to this model"
+        )
+
+
+def check_positions(longest: int, position_ids: Tensor | None, max_positions: int) -> None:
+    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum."""
+    if position_ids is not None and position_ids.device.type == "cpu" and position_ids.numel():
+        low, high = (int(i) for i in position_ids.aminmax())
+        if low < 0:
+            raise ValueError(f"position id {low} is negative")
+        longest = max(longest, high + 1)
+    if longest > max_positions:
+        raise ValueError(
+            f"a sequence needs {longest} positions, the model has {max_positions}: shorten the "
+            "prompt, or lower max_length or gen_length"
+        )

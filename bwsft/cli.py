@@ -1,0 +1,84 @@
+"""The `bwsft` command. Each subcommand imports what it needs, so that --help is quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+USAGE = """usage: bwsft COMMAND [OPTIONS]
+
+commands
+  train PRESET   fine-tune; presets: {presets}
+
+`bwsft COMMAND --help` lists the options of a command."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, or 2 for input that cannot be used."""
+    argv = sys.argv[1:] if argv is None else argv
+    commands = {"train": _train}
+    from bwsft.config import PRESETS
+
+    usage = USAGE.format(presets=", ".join(PRESETS))
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from bwsft import __version__
+
+        print(__version__)
+        return 0
+    if argv[0] not in commands:
+        print(f"bwsft: unknown command {argv[0]!r}\n\n{usage}", file=sys.stderr)
+        return 2
+    try:
+        return commands[argv[0]](argv[1:])
+    except (ValueError, OSError) as error:
+        # ValueError is for the user (bad input); BWSFT_DEBUG=1 shows where it came from.
+        if os.environ.get("BWSFT_DEBUG") == "1":
+            raise
+        print(f"bwsft {argv[0]}: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(argv: list[str]) -> int:
+    config = parse_train(argv)
+    from bwsft.train import train
+
+    return train(config)
+
+
+def parse_train(argv: list[str]):
+    """Config of `bwsft train PRESET [--overrides]`.
+
+    With --resume of a started run its stored config is the default, so that the other flags need
+    not be said again.
+    """
+    import tyro
+
+    from bwsft import config as c
+
+    defaults = {name: make() for name, make in c.PRESETS.items()}
+    stored = _stored_config(argv)
+    if stored is not None and stored.preset in defaults:
+        defaults[stored.preset] = dataclasses.replace(stored, out=None)
+    presets = {n: ((c.PRESETS[n].__doc__ or ""), d) for n, d in defaults.items()}
+    config = tyro.extras.overridable_config_cli(presets, args=argv, prog="bwsft train")
+    c.validate(config)
+    return config
+
+
+def _stored_config(argv: list[str]):
+    from bwsft.config import from_json
+
+    for i, word in enumerate(argv):
+        if word == "--resume" and i + 1 < len(argv):
+            path = Path(argv[i + 1]) / "config.json"
+        elif word.startswith("--resume="):
+            path = Path(word.partition("=")[2]) / "config.json"
+        else:
+            continue
+        return from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return None

@@ -1,0 +1,163 @@
+"""Which model a name stands for: a checkpoint, a run folder, the embedded tiny base, or a small
+random LLaDA; for training and for decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bwsft import config as c
+from bwsft import data as d
+from bwsft.backbones.base import Backbone, Family
+from bwsft.backbones.llada import LladaConfig, family_of
+from bwsft.backbones.load import load_backbone, new_backbone, read_family
+from bwsft.backbones.lora import load_adapter
+from bwsft.checkpoint import locate
+from bwsft.files import folder_atomic
+
+# The tiny LLaDA that ships with the package: base of the demo and of runs without --model.
+TINY = Path(__file__).parent / "tiny"
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model that is known by its config and not built yet."""
+
+    family: Family
+    base: str
+    """What an adapter's checkpoint names as its base."""
+    build: Callable[[torch.device], Backbone]
+
+
+def plan_tokenizer(config: c.Config) -> str:
+    """Folder or Hub id of the run's tokenizer."""
+    if config.tokenizer:
+        return config.tokenizer
+    return locate(config.model)[0] if config.model else str(TINY)
+
+
+def plan_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
+    """The checkpoint that --model names, the embedded base, or a small random LLaDA."""
+    if config.model is None and config.tokenizer is not None:
+        return random_model(config, tokenizer, folder)
+    source = locate(config.model)[0] if config.model else str(TINY)
+    if (Path(source) / "adapter_config.json").exists():
+        raise ValueError(
+            f"{source} is an adapter: merge it first (bwsft export --model {config.model} "
+            "--out DIR) and train from DIR"
+        )
+    family = read_family(source)
+    d.mask_id_for(tokenizer, family.mask_id)
+
+    def build(device: torch.device) -> Backbone:
+        return load_backbone(source, dtype=weight_dtype(config, device), device=device)
+
+    return ModelPlan(family, source if config.model else EMBEDDED, build)
+
+
+def random_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
+    """A random LLaDA of shape --init with the tokenizer's vocabulary and a [MASK] id."""
+    mask_id = d.mask_id_for(tokenizer)
+    llada = LladaConfig(
+        **dataclasses.asdict(config.init),
+        # Rows in multiples of 64 keep the head's matmul on fast paths.
+        vocab_size=-(-max(len(tokenizer), mask_id + 1) // 64) * 64,
+        max_sequence_length=max(1024, config.max_length + config.gen_length),
+        mask_token_id=mask_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    base = folder / "base"
+
+    def build(device: torch.device) -> Backbone:
+        backbone = new_backbone(llada, config.seed, device=device)
+        if config.lora.rank and not base.exists():
+            # An adapter alone could not be decoded: nobody else has this base.
+            with folder_atomic(base) as part:
+                backbone.model.save_pretrained(part)
+        return backbone
+
+    return ModelPlan(family_of(llada), str(base), build)
+
+
+def weight_dtype(config: c.Config, device: torch.device) -> torch.dtype:
+    """fp32 on the CPU and for full fine-tuning, whose small updates bf16 would swallow; bf16 for a
+    frozen base on CUDA."""
+    frozen_on_gpu = device.type == "cuda" and config.lora.rank > 0
+    return torch.bfloat16 if frozen_on_gpu else torch.float32
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is a CUDA device where there is one. Raises ValueError for an unknown name."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: no CUDA device is available; use --device cpu")
+    return device
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model ready to decode, and what its checkpoint remembers of its training."""
+
+    backbone: Backbone
+    tokenizer: object
+    state: dict | None
+    folder: str
+
+    def template(self) -> str:
+        """The prompt template it was trained with; "metamath" for a foreign checkpoint."""
+        return self.state["config"]["dataset"]["template"] if self.state else "metamath"
+
+
+def load_trained(
+    model: str | None,
+    *,
+    tokenizer: str | None = None,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Trained:
+    """Load a run folder, checkpoint, exported or foreign model folder or Hub id, in eval mode.
+
+    None is the embedded base. dtype defaults to fp32 on the CPU and bf16 on CUDA.
+    """
+    source, state = locate(model) if model else (str(TINY), None)
+    place = pick_device(device)
+    dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    adapter = (Path(source) / "adapter_config.json").exists()
+    base = adapter_base(source, state) if adapter else source
+    words = d.load_tokenizer(tokenizer or source)
+    backbone = load_backbone(base, dtype=dtype, device=place)
+    if adapter:
+        load_adapter(backbone, source, trainable=False)
+    if state is not None:
+        fields = {**state["family"], "end_ids": tuple(state["family"]["end_ids"])}
+        backbone.family = Family(**fields)
+    else:
+        ends = d.Template(words, "metamath").end_ids
+        end_ids = tuple(dict.fromkeys((*ends, *backbone.family.end_ids)))
+        backbone.family = dataclasses.replace(backbone.family, end_ids=end_ids)
+    return Trained(backbone.eval(), words, state, source)
+
+
+def adapter_base(source: str, state: dict | None) -> str:
+    """The folder or Hub id of the model that an adapter belongs to."""
+    if state is None:
+        import json
+
+        stored = json.loads((Path(source) / "adapter_config.json").read_text(encoding="utf-8"))
+        return stored["base_model_name_or_path"]
+    base = state["base"]
+    if base == EMBEDDED:
+        return str(TINY)
+    beside = Path(source).parent.parent / "base"  # a run folder that was moved
+    return str(beside) if beside.is_dir() and not Path(base).is_dir() else base

@@ -1,0 +1,96 @@
+"""Blockwise SFT: the paper's method in one file.
+
+A response r of Lr tokens is cut in M = ceil(Lr / B) blocks. One step of one example:
+
+1. Choose the active block a, uniformly over 1..M (paper, Algorithm 1), or each block once per
+   traversal, or in turn.
+2. Draw the mask rate pi ~ U(low, high): the diffusion time of an absorbing process.
+3. Keep prompt and earlier blocks clean, mask every token of block a with probability pi, hide
+   everything behind it behind [MASK]: what semi-autoregressive decoding sees.
+4. If nothing was masked, mask the block's last token (paper, section 4).
+5. Loss: cross-entropy on the masked tokens of block a alone, each weighed 1 / (their number).
+   With pi uniform this has the expectation of the 1/pi-weighted bound and less variance: the
+   number of masked tokens is then uniform on 0..n and the set uniform given its size.
+
+Every choice is a pure function of (seed, example, visit): see bwsft_kernels.philox. The ablations
+(noisy prefix, leaky suffix) and the other weights are arguments, not other files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from bwsft_kernels.block_mask import MaskedBatch, MaskSpec, block_mask
+from bwsft_kernels.philox import Stream, philox_u24
+from torch import Tensor
+
+
+def mask_spec(config, family) -> MaskSpec:
+    """The kernel's options for a run `config` on a model `family`."""
+    o = config.objective
+    return MaskSpec(
+        block_size=config.block_size,
+        mask_id=family.mask_id,
+        seed=config.seed,
+        low=o.low,
+        high=o.high,
+        weight=o.weight,
+        empty=o.empty,
+        block_factor=o.block_factor,
+        prefix_noise=o.prefix_noise,
+        suffix_leak=o.suffix_leak,
+        block_origin=family.block_origin,
+    )
+
+
+def choose_blocks(batch, spec: MaskSpec, order: str) -> Tensor | None:
+    """Active block of each sequence [S] for `traversal` and `sequential`; None: uniform draw.
+
+    A traversal is M visits; its order sorts the blocks by the words of (block, traversal).
+    """
+    if order == "uniform":
+        return None
+    blocks = num_blocks(batch, spec)
+    turn = batch.visits % blocks
+    if order == "sequential":
+        return turn
+    traversal = batch.visits // blocks
+    width = int(blocks.max())
+    index = torch.arange(width, device=blocks.device)
+    words = philox_u24(
+        index[None],
+        traversal[:, None],
+        batch.sample_ids[:, None],
+        seed=spec.seed,
+        stream=Stream.BLOCK,
+    )
+    words = words.masked_fill(index[None] >= blocks[:, None], 1 << 24)  # [S, M], absent last
+    ranked = words.argsort(dim=1, stable=True)
+    return ranked.gather(1, turn[:, None]).squeeze(1)
+
+
+def num_blocks(batch, spec: MaskSpec) -> Tensor:
+    """Blocks of each response [S], at least 1."""
+    first = batch.prompt_lengths if spec.block_origin == "absolute" else 0
+    offset = first % spec.block_size if spec.block_origin == "absolute" else 0
+    return ((batch.response_lengths + offset + spec.block_size - 1) // spec.block_size).clamp(min=1)
+
+
+def corrupt(batch, spec: MaskSpec, order: str = "uniform"):
+    """(noisy batch, MaskedBatch with loss rows and row weights) for one visit of each example.
+
+    The weights sum to 1 per sequence (0 where nothing bears loss): a step divides the summed
+    loss once by its number of sequences.
+    """
+    masked: MaskedBatch = block_mask(
+        batch.ids,
+        batch.prompt_lengths,
+        batch.response_lengths,
+        spec,
+        cu_seqlens=batch.cu_seqlens,
+        sample_ids=batch.sample_ids,
+        draw=batch.visits,
+        block=choose_blocks(batch, spec, order),
+    )
+    return dataclasses.replace(batch, ids=masked.noisy_ids), masked

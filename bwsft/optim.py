@@ -1,0 +1,72 @@
+"""AdamW over the trainable parameters, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from bwsft.config import OptimConfig
+
+
+def lr_at(step: int, steps: int, config: OptimConfig) -> float:
+    """Learning rate of update `step` (0-based) of `steps`: warm-up, then cosine to the floor."""
+    warm = round(config.warmup * steps)
+    if step < warm:
+        if config.warmup_shape == "log":
+            return config.lr * math.log(step + 1) / math.log(max(warm, 2))
+        return config.lr * (step + 1) / warm
+    progress = (step - warm) / max(steps - warm, 1)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.floor + (1 - config.floor) * cosine)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, in a fixed order: the key of the saved moments."""
+    return {n: p for n, p in sorted(model.named_parameters()) if p.requires_grad}
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    parameters = list(trainable(model).values())
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=parameters[0].is_cuda,
+    )
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Optimiser state as flat tensors, `name.exp_avg` and so on: safetensors can hold it."""
+    return {
+        f"{name}.{key}": value
+        for name, p in trainable(model).items()
+        for key, value in optimizer.state[p].items()
+    }
+
+
+def restore_moments(model: nn.Module, optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """Undo `moments`. Raises ValueError if the parameters are not those that were saved."""
+    parameters = trainable(model)
+    grouped: dict[str, dict[str, torch.Tensor]] = {}
+    for full, value in tensors.items():
+        name, key = full.rsplit(".", 1)
+        grouped.setdefault(name, {})[key] = value
+    if odd := sorted(set(grouped) ^ set(parameters)):
+        raise ValueError(
+            f"the checkpoint's optimiser state is of another model: {odd[0]} does not match"
+        )
+    for name, state in grouped.items():
+        p = parameters[name]
+        if state["exp_avg"].shape != p.shape:
+            raise ValueError(
+                f"the checkpoint's optimiser state for {name} has shape "
+                f"{tuple(state['exp_avg'].shape)}, the model has {tuple(p.shape)}"
+            )
+        # AdamW keeps its step counter on the CPU unless the fused implementation runs.
+        optimizer.state[p] = {
+            k: v.to(p.device) if k != "step" or p.is_cuda else v for k, v in state.items()
+        }

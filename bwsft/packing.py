@@ -1,0 +1,173 @@
+"""Examples to packed batches: the canvas behind each response, and the order of visits.
+
+There is no padding between rows: T tokens of S sequences lie end to end.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from bwsft_kernels.philox import MASK32, Stream, philox_words, split_seed
+
+CANVASES = ("fixed", "response", "padded")
+
+
+class Example(NamedTuple):
+    """One visit of one tokenised example; `visit` counts earlier visits (its epoch)."""
+
+    prompt: np.ndarray  # [Lc] int32
+    response: np.ndarray  # [Lr] int32, end token included
+    sample_id: int
+    visit: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanvasLayout:
+    """What lies behind a response (DESIGN section 4).
+
+    `fixed`: EOS to the end of the last block, counted as response, then [MASK] to prompt +
+    gen_length; a response longer than gen_length ends at its own next block boundary. `response`:
+    nothing. `padded`: EOS to max_length, visible and not counted as response. The block grid
+    starts at the response's first token, or at the row's first token ("absolute").
+    """
+
+    mask_id: int
+    eos_id: int
+    canvas: str = "fixed"
+    block_size: int = 32
+    gen_length: int = 128
+    max_length: int = 256
+    block_origin: str = "response"
+
+    def __post_init__(self) -> None:
+        if self.canvas not in CANVASES:
+            raise ValueError(f"unknown canvas {self.canvas!r}; known are {', '.join(CANVASES)}")
+        if self.block_origin not in ("response", "absolute"):
+            raise ValueError(f"block_origin is {self.block_origin!r}, not 'response' or 'absolute'")
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {self.block_size}")
+        if self.canvas == "fixed" and self.gen_length % self.block_size:
+            raise ValueError(
+                f"block_size {self.block_size} doesn't divide gen_length {self.gen_length}"
+            )
+
+    def lengths(self, prompt: int, response: int) -> tuple[int, int]:
+        """(response length with its fill, row length) of an example with these lengths."""
+        if self.canvas == "response":
+            return response, prompt + response
+        if self.canvas == "padded":
+            if prompt + response > self.max_length:
+                raise ValueError(
+                    f"an example of {prompt + response} tokens exceeds max_length {self.max_length}"
+                )
+            return response, self.max_length
+        start = prompt if self.block_origin == "absolute" else 0
+        filled = -(-(start + response) // self.block_size) * self.block_size - start
+        return filled, prompt + max(filled, self.gen_length)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A packed batch. Row s is ids[cu_seqlens[s]:cu_seqlens[s+1]]: prompt, response (its end token
+    and fill included), then the rest of its canvas."""
+
+    ids: torch.Tensor  # [T] int64
+    cu_seqlens: torch.Tensor  # [S+1] int32
+    prompt_lengths: torch.Tensor  # [S] int64
+    response_lengths: torch.Tensor  # [S] int64
+    sample_ids: torch.Tensor  # [S] int64
+    position_ids: torch.Tensor  # [T] int64, from 0 in every row
+    visits: torch.Tensor  # [S] int64
+    max_length: int | None = None  # tokens of the longest row: spares CUDA attention a host read
+
+    @property
+    def num_sequences(self) -> int:
+        return self.prompt_lengths.numel()
+
+    def to(self, device: torch.device | str) -> "Batch":
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        return Batch(**(values | moved))
+
+
+def pack(examples: Sequence[Example], layout: CanvasLayout) -> Batch:
+    """The packed batch of `examples`, in their order. Raises ValueError if there are none."""
+    if not examples:
+        raise ValueError("can't pack a batch without examples")
+    rows, responses = zip(*(_row(example, layout) for example in examples), strict=True)
+    lengths = [len(row) for row in rows]
+    return Batch(
+        ids=torch.from_numpy(np.concatenate(rows)),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        prompt_lengths=torch.tensor([len(e.prompt) for e in examples]),
+        response_lengths=torch.tensor(responses),
+        sample_ids=torch.tensor([int(e.sample_id) for e in examples]),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        visits=torch.tensor([int(e.visit) for e in examples]),
+        max_length=max(lengths),
+    )
+
+
+def _row(example: Example, layout: CanvasLayout) -> tuple[np.ndarray, int]:
+    prompt, response = len(example.prompt), len(example.response)
+    filled, total = layout.lengths(prompt, response)
+    behind = layout.mask_id if layout.canvas == "fixed" else layout.eos_id
+    row = np.full(total, behind, dtype=np.int64)
+    row[:prompt] = example.prompt
+    row[prompt : prompt + response] = example.response
+    row[prompt + response : prompt + filled] = layout.eos_id
+    return row, filled
+
+
+def order(num_examples: int, epoch: int, seed: int) -> np.ndarray:
+    """The order of epoch `epoch`: a permutation [num_examples] int64, a pure function.
+
+    Examples are sorted by word 0 of Philox at counter (0, epoch, index, ORDER << 24).
+    """
+    return _shuffle(num_examples, 0, epoch, seed)
+
+
+@functools.lru_cache(maxsize=4)
+def _shuffle(count: int, position: int, epoch: int, seed: int) -> np.ndarray:
+    index = torch.arange(count)
+    high = (index >> 32) | (Stream.ORDER << 24)
+    fixed = (torch.full_like(index, position), torch.full_like(index, epoch & MASK32))
+    word = philox_words((*fixed, index & MASK32, high), split_seed(seed))[0]
+    permutation = torch.argsort(word, stable=True).numpy()
+    permutation.flags.writeable = False
+    return permutation
+
+
+def slots(step: int, batch_size: int, num_examples: int, seed: int) -> list[tuple[int, int]]:
+    """(example index, visit) of each row of optimiser step `step`, counted from 0.
+
+    Epochs follow each other without a gap: a step may hold the end of one and the start of the
+    next, and a set smaller than a batch comes round several times, each time as a new visit.
+    """
+    if num_examples < 1:
+        raise ValueError("there are no examples to train on")
+    result = []
+    for slot in range(step * batch_size, (step + 1) * batch_size):
+        epoch, place = divmod(slot, num_examples)
+        result.append((int(order(num_examples, epoch, seed)[place]), epoch))
+    return result
+
+
+def split_holdout(
+    num_examples: int, holdout: int | float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(training indices, held-out indices), each sorted. `holdout` is a count, or a fraction if it
+    is a float. Raises ValueError if nothing would be left to train on."""
+    count = round(holdout * num_examples) if isinstance(holdout, float) else holdout
+    if not 0 <= count < num_examples or (isinstance(holdout, float) and holdout >= 1):
+        raise ValueError(f"can't hold out {holdout} of {num_examples} examples")
+    # Position 1, so that the split is independent of the first epoch's order.
+    shuffled = _shuffle(num_examples, 1, 0, seed)
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])

@@ -1,0 +1,224 @@
+"""From a config to everything a training step needs: folder, model, data, objective."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from bwsft_kernels.block_mask import MaskSpec
+
+from bwsft import __version__, wordproblems
+from bwsft import config as c
+from bwsft import data as d
+from bwsft.backbones.base import Backbone, Family
+from bwsft.backbones.lora import add_lora
+from bwsft.checkpoint import newest_complete, read_state
+from bwsft.files import write_atomic
+from bwsft.models import pick_device, plan_model, plan_tokenizer
+from bwsft.objectives import blockwise, classical
+from bwsft.optim import make_optimizer, trainable
+
+# A resumed run may differ from its config in these: none of them changes a later loss.
+FREE_ON_RESUME = ("out", "resume", "data", "save_every", "keep_last", "device")
+FREE_GROUPS = ("eval.every", "eval.draws", "dataset.cache_dir")
+
+GENERATED = 20_000  # word problems of a run without --data
+
+
+@dataclass
+class Run:
+    """A training in progress."""
+
+    config: c.Config
+    folder: Path
+    device: torch.device
+    backbone: Backbone
+    tokenizer: object
+    optimizer: torch.optim.Optimizer
+    data: TrainingData
+    objective: ModuleType
+    spec: MaskSpec
+    eval_spec: MaskSpec
+    base: str | None
+    """Model that an adapter belongs to; None for full fine-tuning."""
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """bf16 matmuls on CUDA; on the CPU everything is fp32."""
+        cuda = self.device.type == "cuda"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=cuda)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A tokenised set, its held-out part, and how a batch is laid out."""
+
+    examples: d.TokenizedSet
+    train_index: np.ndarray
+    holdout_index: np.ndarray
+    layout: d.CanvasLayout
+
+    @property
+    def fingerprint(self) -> str:
+        return self.examples.fingerprint
+
+    def slots(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
+        """(example index, earlier visits) of every sequence of optimiser update `step`."""
+        slots = d.slots(step, batch_size, len(self.train_index), seed)
+        return [(int(self.train_index[i]), visit) for i, visit in slots]
+
+    def pack(self, slots: list[tuple[int, int]]) -> d.Batch:
+        return d.pack([self.examples.example(i, visit) for i, visit in slots], self.layout)
+
+    def sample_ids(self, slots: list[tuple[int, int]]) -> list[int]:
+        return [int(self.examples.sample_ids[i]) for i, _ in slots]
+
+    def holdout_batches(self, size: int) -> Iterator[d.Batch]:
+        for start in range(0, len(self.holdout_index), size):
+            yield self.pack([(int(i), 0) for i in self.holdout_index[start : start + size]])
+
+
+def open_run(config: c.Config) -> tuple[Path, Path | None]:
+    """(run folder, checkpoint to go on from or None). Refuses folders it must not touch."""
+    folder = c.run_folder(config)
+    if config.resume is None:
+        if folder.exists():
+            raise ValueError(
+                f"{folder} exists; choose another --out, or go on with it by --resume {folder}"
+            )
+        return folder, None
+    checkpoint, skipped = newest_complete(folder)
+    for fault in skipped:
+        print(f"skipping a checkpoint that is not whole: {fault}")
+    stored = folder / "config.json"
+    if stored.exists():
+        refuse_changes(c.from_json(stored.read_text(encoding="utf-8")), config, stored)
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not a run folder: it has no config.json")
+    if checkpoint is None:
+        print(f"{folder} has no complete checkpoint: starting at step 0")
+    return folder, checkpoint
+
+
+def refuse_changes(stored: c.Config, now: c.Config, path: Path) -> None:
+    """Raise ValueError unless every difference is one that no later loss depends on."""
+    changed = [
+        line
+        for line in c.differences(stored, now)
+        if line.split(":")[0] not in FREE_ON_RESUME and not line.startswith(FREE_GROUPS)
+    ]
+    if changed:
+        raise ValueError(f"--resume: this run was started otherwise ({path}): {'; '.join(changed)}")
+
+
+def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
+    """Check everything, then build it, write config.json and print what will run."""
+    tokenizer = d.load_tokenizer(plan_tokenizer(config))
+    end_ids = d.Template(tokenizer, config.dataset.template).end_ids
+    plan = plan_model(config, tokenizer, folder)
+    family = dataclasses.replace(
+        plan.family, end_ids=tuple(dict.fromkeys((*end_ids, *plan.family.end_ids)))
+    )
+    data = plan_data(config, tokenizer, family)
+    device = pick_device(config.device)
+    if checkpoint is not None and read_state(checkpoint)["data"] != data.fingerprint:
+        raise ValueError(
+            f"--resume: {config.data or 'the generated data'} is not what {folder} was trained "
+            "on; give the same records, tokenizer and limits"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.json").exists():
+        write_atomic(folder / "config.json", c.to_json(config))
+
+    backbone = plan.build(device)
+    backbone.family = family
+    if config.lora.rank:
+        add_lora(backbone, config.lora, config.seed)
+    backbone.set_gradient_checkpointing(config.grad_checkpointing)
+    backbone.train()
+    objective = {"blockwise": blockwise, "classical": classical}[config.objective.name]
+    run = Run(
+        config=config,
+        folder=folder,
+        device=device,
+        backbone=backbone,
+        tokenizer=tokenizer,
+        optimizer=make_optimizer(backbone, config.optim),
+        data=data,
+        objective=objective,
+        spec=objective.mask_spec(config, family),
+        eval_spec=blockwise.mask_spec(config, family),
+        base=plan.base if config.lora.rank else None,
+    )
+    banner(run)
+    return run
+
+
+def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
+    """Tokenise, report what was dropped, check lengths against the model, hold some out."""
+    options = d.DataOptions(
+        template=config.dataset.template,
+        max_length=config.max_length,
+        gen_length=config.gen_length,
+        on_bad=config.dataset.on_bad,
+        exclude_type=config.dataset.exclude_type,
+        mask_id=family.mask_id,
+        vocab_size=family.vocab_size,
+    )
+    source = config.data or wordproblems.generate(GENERATED, config.seed)
+    examples = d.load_set(source, tokenizer, options, config.dataset.cache_dir)
+    print(examples.summary())
+    if config.dataset.limit is not None:
+        examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
+        print(f"  using the first {len(examples):,} (--dataset.limit)")
+    layout = d.CanvasLayout(
+        canvas=config.dataset.canvas,
+        block_size=config.block_size,
+        gen_length=config.gen_length,
+        max_length=config.max_length,
+        mask_id=family.mask_id,
+        eos_id=family.eos_id,
+        block_origin=family.block_origin,
+    )
+    if (longest := examples.longest_row(layout)) > family.max_positions:
+        raise ValueError(
+            f"prompt + gen_length needs {longest} positions, the model has {family.max_positions}: "
+            "lower --gen-length or --max-length"
+        )
+    holdout = config.dataset.holdout if config.eval.every else 0
+    train_index, holdout_index = d.split_holdout(len(examples), holdout, config.seed)
+    return TrainingData(examples, train_index, holdout_index, layout)
+
+
+def versions() -> dict[str, str]:
+    """Versions that a checkpoint records."""
+    found = {"python": platform.python_version(), "bwsft": __version__}
+    for name in ("torch", "transformers", "peft", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def banner(run: Run) -> None:
+    """Say what will run, derived numbers as equations."""
+    config, data = run.config, run.data
+    trained = sum(p.numel() for p in trainable(run.backbone).values())
+    total = sum(p.numel() for p in run.backbone.parameters())
+    kernels = "Triton" if run.device.type == "cuda" else "torch"
+    what = f"LoRA r {config.lora.rank}" if config.lora.rank else "full fine-tuning"
+    micro = config.micro_batch_size
+    print(
+        f"{config.objective.name} SFT, {what}: {trained:,} of {total:,} parameters train; "
+        f"{run.device}, {kernels} kernels\n"
+        f"canvas {config.gen_length} = {config.gen_length // config.block_size} blocks x "
+        f"{config.block_size}; batch {config.batch_size} = {config.batch_size // micro} x {micro}; "
+        f"{config.steps} steps = {config.steps * config.batch_size / len(data.train_index):.2f} "
+        f"epochs of {len(data.train_index):,} examples, {len(data.holdout_index)} held out"
+    )

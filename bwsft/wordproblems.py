@@ -1,0 +1,81 @@
+"""Generated arithmetic word problems with short worked answers, for runs without a data file.
+
+Training and test problems are disjoint by construction: the numbers of a problem alone decide its
+split, so a test problem is never a training problem with another name in it.
+"""
+
+import random
+from collections.abc import Callable
+
+NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe", "Max", "Ivy")
+THINGS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "eggs")
+SPLITS = ("train", "test")
+TEST_SHARE = 5  # one combination of numbers in five is a test problem
+
+Text = tuple[str, str, int]
+
+
+def _gain_gain(name: str, things: str, a: int, b: int, c: int) -> Text:
+    query = f"{name} has {a} {things}, buys {b} and then finds {c}. How many {things} now?"
+    return query, f"{a} + {b} = {a + b}. {a + b} + {c} = {a + b + c}.", a + b + c
+
+
+def _gain_loss(name: str, things: str, a: int, b: int, c: int) -> Text:
+    query = f"{name} has {a} {things}, gets {b} more and gives {c} away. How many {things} now?"
+    return query, f"{a} + {b} = {a + b}. {a + b} - {c} = {a + b - c}.", a + b - c
+
+
+def _loss_gain(name: str, things: str, a: int, b: int, c: int) -> Text:
+    a += b
+    query = f"{name} has {a} {things}, loses {b} and buys {c}. How many {things} now?"
+    return query, f"{a} - {b} = {a - b}. {a - b} + {c} = {a - b + c}.", a - b + c
+
+
+def _bags_gain(name: str, things: str, a: int, b: int, c: int) -> Text:
+    query = f"{name} has {a} bags of {b} {things} and {c} more. How many {things} in all?"
+    return query, f"{a} x {b} = {a * b}. {a * b} + {c} = {a * b + c}.", a * b + c
+
+
+def _bags_loss(name: str, things: str, a: int, b: int, c: int) -> Text:
+    query = f"{name} fills {a} bags with {b} {things} each and sells {c}. How many {things} stay?"
+    return query, f"{a} x {b} = {a * b}. {a * b} - {c} = {a * b - c}.", a * b - c
+
+
+STORIES: tuple[Callable[[str, str, int, int, int], Text], ...] = (
+    _gain_gain,
+    _gain_loss,
+    _loss_gain,
+    _bags_gain,
+    _bags_loss,
+)
+
+
+def is_test(story: int, a: int, b: int, c: int) -> bool:
+    """Whether these numbers belong to the test split, for every name and thing."""
+    return (7 * a + 11 * b + 13 * c + story) % TEST_SHARE == 0
+
+
+def generate(
+    count: int, seed: int = 0, split: str = "train", largest: int = 12
+) -> list[dict[str, str]]:
+    """`count` query/response records with operands from 2 to `largest`, a pure function.
+
+    Each answer ends in "\\nThe answer is: N". Raises ValueError for an unknown split or numbers
+    too small to tell the splits apart.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; known are {', '.join(SPLITS)}")
+    if largest < 6:
+        raise ValueError(f"largest must be at least 6, not {largest}")
+    # random() is the one method whose sequence Python promises to keep between versions.
+    draw = random.Random(f"{seed} {split}").random
+    problems: list[dict[str, str]] = []
+    while len(problems) < count:
+        story = int(draw() * len(STORIES))
+        a, b, c = (2 + int(draw() * (largest - 1)) for _ in range(3))
+        name, things = NAMES[int(draw() * len(NAMES))], THINGS[int(draw() * len(THINGS))]
+        query, steps, result = STORIES[story](name, things, a, b, c)
+        if result >= 0 and is_test(story, a, b, c) == (split == "test"):
+            response = f"{steps}\nThe answer is: {result}"
+            problems.append({"query": query, "response": response})
+    return problems

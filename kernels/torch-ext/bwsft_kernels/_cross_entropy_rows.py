@@ -1,0 +1,68 @@
+"""Cross-entropy of rows of logits that become their own gradient, in torch.
+
+Letters: N rows, V vocabulary. The law for the Triton kernel of the same name.
+"""
+
+import torch
+
+ROW_BLOCK_BYTES = 4 << 20
+
+
+def cross_entropy_rows_(
+    logits, target, row_weight, smoothing, softcap, excluded_id, want_grad
+) -> torch.Tensor:
+    """logits [N, V] of any float dtype -> unweighted loss [N] in fp32 (fp64 for fp64).
+
+    logits are scratch: with want_grad they end as row_weight * (d loss / d logits), else undefined.
+    target [N] int64 in [0, V); row_weight [N] fp32; smoothing: float or [N] fp32.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    loss = torch.empty(len(logits), dtype=wide, device=logits.device)
+    # The passes over a block that fits the cache cost less than one pass over memory.
+    step = max(1, ROW_BLOCK_BYTES // (logits.shape[1] * wide.itemsize))
+    for start in range(0, len(logits), step):
+        part = slice(start, start + step)
+        weight = row_weight[part] if want_grad else None
+        smooth = smoothing[part] if isinstance(smoothing, torch.Tensor) else smoothing
+        values = logits[part].to(wide)
+        loss[part] = _block_(values, target[part, None], weight, smooth, softcap, excluded_id)
+        if want_grad and values.dtype != logits.dtype:
+            logits[part] = values
+    return loss
+
+
+def _block_(values, target, weight, smoothing, softcap, excluded_id):
+    """The above on [n, V] fp32 or fp64 values, target [n, 1]; weight None: no gradient."""
+    want_grad, smooth = weight is not None, isinstance(smoothing, torch.Tensor) or smoothing > 0
+    slope = None
+    if softcap is not None:
+        values.div_(softcap).tanh_()
+        slope = 1 - values * values if want_grad else None
+        values.mul_(softcap)
+    picked = values.gather(1, target)[:, 0]
+    classes = values.shape[1] - (excluded_id is not None)
+    if smooth:
+        if excluded_id is not None:
+            values[:, excluded_id] = 0
+        mean = values.sum(1) / classes
+    if excluded_id is not None:
+        values[:, excluded_id] = float("-inf")
+    top = values.amax(1)
+    norm = values.sub_(top[:, None]).exp_().sum(1)
+    plain = norm.log() - (picked - top)
+    # (1 - s) (lse - z_y) + s (lse - mean z)
+    loss = plain + smoothing * (picked - mean) if smooth else plain
+    if want_grad:
+        values.mul_((weight / norm)[:, None])
+        # expm1 keeps the digits of p - 1 where the model is sure of the target.
+        at_target = weight * torch.expm1(-plain)
+        if smooth:
+            share = smoothing / classes
+            values.sub_((weight * share)[:, None])
+            at_target += weight * (smoothing - share)
+            if excluded_id is not None:
+                values[:, excluded_id] = 0
+        values.scatter_(1, target, at_target[:, None])
+        if slope is not None:
+            values.mul_(slope)
+    return loss

@@ -1,0 +1,122 @@
+"""Device helpers that several kernels share: Philox words, rounding to bf16, one tile of logits.
+
+Letters: N loss rows, D hidden size, V vocabulary.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox_words(position, draw, low, high, key_low, key_high):
+    """The four words of Philox4x32-10 as uint32; every argument holds uint32 or int32 values."""
+    return tl.philox_impl(
+        position.to(tl.uint32),
+        draw.to(tl.uint32),
+        low.to(tl.uint32),
+        high.to(tl.uint32),
+        key_low.to(tl.uint32),
+        key_high.to(tl.uint32),
+    )
+
+
+@triton.jit
+def _gumbel_word(word):
+    """-log(-log u), u = (word >> 8 + 1/2) / 2^24, as `philox.gumbel` defines it."""
+    u24 = word >> 8
+    # Above 1/2 the exact number is 1 - u (philox.gumbel says why), and Kahan's
+    # log1p(-h) = log(w) * h / (1 - w), w = 1 - h rounded, replaces the missing log1p.
+    upper = u24 >= 8388608
+    rest = (16777216 - u24).to(tl.float32) - 0.5
+    h = tl.where(upper, rest, 0.0) * 5.9604644775390625e-8
+    w = tl.where(upper, 1.0 - h, (u24.to(tl.float32) + 0.5) * 5.9604644775390625e-8)
+    slope = tl.where(upper, h / tl.maximum(1.0 - w, 1e-30), 1.0)
+    return -tl.log(tl.where(w == 1.0, h, -tl.log(w) * slope))
+
+
+@triton.jit
+def gumbel_tile(noise_ptr, rows, tile, N, BLOCK_V: tl.constexpr):
+    """Gumbel noise [rows, BLOCK_V] of the vocabulary ids of `tile`.
+
+    noise [5, N] int64 holds position, step, request low, and the key's low and high word.
+    """
+    inside = rows < N
+    position = tl.load(noise_ptr + rows, mask=inside, other=0)[:, None]
+    step = tl.load(noise_ptr + N + rows, mask=inside, other=0)[:, None]
+    request = tl.load(noise_ptr + 2 * N + rows, mask=inside, other=0)[:, None]
+    key_low = tl.load(noise_ptr + 3 * N + rows, mask=inside, other=0)[:, None]
+    key_high = tl.load(noise_ptr + 4 * N + rows, mask=inside, other=0)[:, None]
+    group = tile * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)[None, :]
+    a, b, c, d = philox_words(group, position, step, request, key_low, key_high)
+    # One block of four words serves four neighbouring ids: interleave a b c d along the row.
+    even = tl.join(_gumbel_word(a), _gumbel_word(c))
+    odd = tl.join(_gumbel_word(b), _gumbel_word(d))
+    return tl.reshape(tl.join(even, odd), (rows.shape[0], BLOCK_V))
+
+
+@triton.jit
+def round_bf16(x):
+    """fp32 values rounded to the nearest bf16, ties to even, still stored as fp32.
+
+    Integer arithmetic, because the interpreter truncates its fp32 -> bf16 casts; NaN passes.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def down_cast(x, dtype: tl.constexpr):
+    """fp32 to the dtype of a buffer, round to nearest even in the interpreter too."""
+    if dtype == tl.bfloat16:
+        x = round_bf16(x)
+    return x.to(dtype)
+
+
+@triton.jit
+def soft_cap(x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP) without overflow for large |x|; CAP 0 leaves x alone."""
+    if CAP == 0.0:
+        return x
+    decay = tl.exp(-2.0 * tl.abs(x) / CAP)
+    size = CAP * (1.0 - decay) / (1.0 + decay)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def logits_tile(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    rows,
+    cols,
+    N,
+    V,
+    D,
+    stride_x,
+    stride_w,
+    CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """fp32 logits [rows, cols] of x [N, D] and w [V, D]; rows and columns past the end repeat
+    the last one (no masks along D, so the loads stay 16 bytes wide) and are dropped later."""
+    offs_d = tl.arange(0, BLOCK_D)
+    x_rows = x_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * stride_x
+    w_cols = w_ptr + tl.minimum(cols, V - 1).to(tl.int64)[None, :] * stride_w
+    logits = tl.zeros((rows.shape[0], cols.shape[0]), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + offs_d
+        if EVEN_D:
+            x = tl.load(x_rows + d[None, :])
+            w = tl.load(w_cols + d[:, None])
+        else:
+            x = tl.load(x_rows + d[None, :], mask=d[None, :] < D, other=0.0)
+            w = tl.load(w_cols + d[:, None], mask=d[:, None] < D, other=0.0)
+        logits = tl.dot(x, w, logits, input_precision=PRECISION)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + tl.minimum(cols, V - 1))
+        logits += bias.to(tl.float32)[None, :]
+    return soft_cap(logits, CAP)

@@ -1,0 +1,90 @@
+"""What the public functions share: choice of the implementation, checks that never stall a GPU."""
+
+import functools
+import importlib
+import os
+import sys
+import warnings
+
+import torch
+
+
+@functools.cache
+def _disabled(fn):
+    return torch.compiler.disable(fn)
+
+
+def graph_break(fn):
+    """Make `fn` one graph break under torch.compile.
+
+    torch.compiler.disable as a decorator would import torch._dynamo, about a second, for users who
+    never compile; before that import nothing can be compiling, so the plain function may run.
+    """
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        if "torch._dynamo" not in sys.modules:
+            return fn(*args, **kwargs)
+        return _disabled(fn)(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _import_twin(name: str):
+    """(module, None), or (None, why it can't be imported)."""
+    try:
+        return importlib.import_module(f".{name}", __package__), None
+    except ImportError as error:
+        return None, str(error)
+
+
+@functools.cache
+def _warn_slow(reason: str) -> None:
+    warnings.warn(f"bwsft_kernels uses torch on CUDA tensors: {reason}", stacklevel=4)
+
+
+def interpreting() -> bool:
+    """True when Triton kernels run in its interpreter, which takes CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def triton_twin(impl: str, tensor: torch.Tensor, name: str):
+    """The Triton module `name` to use for `tensor`, or None for the torch implementation.
+
+    Triton has no float64 path: "auto" takes torch for it, "triton" raises ValueError.
+    """
+    if impl not in ("auto", "triton", "torch"):
+        raise ValueError(f'impl must be "auto", "triton" or "torch", not {impl!r}')
+    if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
+        return None
+    if tensor.dtype == torch.float64:
+        reason = "Triton has no float64 kernels"
+    elif not (tensor.is_cuda or interpreting()):
+        reason = f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is not set"
+    else:
+        module, reason = _import_twin(name)
+        if module is not None:
+            return module
+        if impl == "auto":
+            _warn_slow(reason)
+    if impl == "triton":
+        raise ValueError(f'impl="triton" can\'t be used: {reason}; use impl="auto" or "torch"')
+    return None
+
+
+def debugging() -> bool:
+    return os.environ.get("BWSFT_DEBUG", "0") == "1"
+
+
+def require(condition: torch.Tensor, message) -> None:
+    """Raise ValueError(message()) unless the 0-dim bool tensor `condition` holds.
+
+    On a GPU, reading it would stall the stream, so there it is a device-side assertion;
+    BWSFT_DEBUG=1 reads it at once and gives the full message.
+    """
+    if condition.device.type == "cpu" or debugging():
+        if not bool(condition):
+            raise ValueError(message())
+    elif condition.is_cuda:
+        torch._assert_async(condition, "bwsft_kernels: bad input, rerun with BWSFT_DEBUG=1")

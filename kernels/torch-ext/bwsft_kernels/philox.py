@@ -1,0 +1,118 @@
+"""Counter-based random numbers: Philox4x32-10, the same bits on every device.
+
+A number is a pure function of (seed, stream, example, draw, position), so nothing depends on batch
+order, on workers or on ranks, and a resumed run needs no generator state. Algorithm and known
+answers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+
+Words are uint32 values held in int64 tensors: torch has no uint32 arithmetic on every device.
+"""
+
+from enum import IntEnum
+
+import torch
+
+from ._dispatch import require
+
+MASK32 = 0xFFFFFFFF
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+class Stream(IntEnum):
+    """What a number is for. Part of the file format of a run: never renumber."""
+
+    BLOCK = 0
+    RATE = 1
+    MARKS = 2
+    PREFIX = 3
+    SUFFIX = 4
+    DROPOUT = 5
+    ORDER = 6
+    GUMBEL = 7
+
+
+def philox_words(counter, key):
+    """Philox4x32-10 on 4 counter words and 2 key words (ints or int64 tensors) -> 4 words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    m0, m1 = MULTIPLIERS
+    for _ in range(ROUNDS):
+        # The product of two uint32 may pass 2^63; int64 wraps, and both halves survive the masks.
+        p0, p1 = c0 * m0, c2 * m1
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & MASK32) ^ c1 ^ k0,
+            p1 & MASK32,
+            ((p0 >> 32) & MASK32) ^ c3 ^ k1,
+            p0 & MASK32,
+        )
+        k0, k1 = (k0 + KEY_STEPS[0]) & MASK32, (k1 + KEY_STEPS[1]) & MASK32
+    return c0, c1, c2, c3
+
+
+def philox4x32(counter: torch.Tensor, key) -> torch.Tensor:
+    """counter [..., 4] int64 of uint32 values, key (low, high) ints or int64 tensors -> [..., 4]"""
+    return torch.stack(philox_words(counter.unbind(-1), key), dim=-1)
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """The key words of a 64-bit seed; a negative seed counts as its two's complement."""
+    return seed & MASK32, (seed >> 32) & MASK32
+
+
+def _integers(*values):
+    """ints and integer tensors -> int64 tensors on the device of the first tensor."""
+    device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+    return [torch.as_tensor(v, dtype=torch.int64, device=device) for v in values]
+
+
+def philox_u24(position, draw, sample_id, *, seed: int, stream: int) -> torch.Tensor:
+    """Uniform integers in [0, 2^24), int64; ints or integer tensors, which broadcast.
+
+    Counter = (position, draw, id & 0xffffffff, id >> 32 | stream << 24), key = seed. `sample_id` is
+    the example's row number in its source and must lie in [0, 2^56) (ValueError).
+    """
+    position, draw, sample_id = _integers(position, draw, sample_id)
+    high = sample_id >> 32
+    require(((high >= 0) & (high < 1 << 24)).all(), lambda: "sample_id must lie in [0, 2^56)")
+    counter = (position & MASK32, draw & MASK32, sample_id & MASK32, high | (int(stream) << 24))
+    return philox_words(counter, split_seed(seed))[0] >> 8
+
+
+def philox_uniform(position, draw, sample_id, *, seed: int, stream: int) -> torch.Tensor:
+    """Uniform fp32 numbers in [0, 1), multiples of 2^-24; arguments as in `philox_u24`."""
+    return philox_u24(position, draw, sample_id, seed=seed, stream=stream).float() * 2.0**-24
+
+
+def gumbel_key(seed: int, request: torch.Tensor):
+    """Key words [N] of the Gumbel noise of requests [N] int64.
+
+    They are words 0 and 1 of the block with counter (0, 0, request >> 32, GUMBEL << 24) under the
+    key `seed`; the low half of the request goes into the noise's own counter.
+    """
+    zero = torch.zeros_like(request)
+    counter = (zero, zero, (request >> 32) & MASK32, zero | (Stream.GUMBEL << 24))
+    return philox_words(counter, split_seed(seed))[:2]
+
+
+def gumbel_u24(num_ids: int, position, step, request, key) -> torch.Tensor:
+    """u24 of every vocabulary id: position, step, request [N] and key 2 x [N] -> [N, num_ids].
+
+    Counter = (id // 4, position, step, request & 0xffffffff), word = id % 4.
+    """
+    group = torch.arange((num_ids + 3) // 4, device=request.device)  # [G]
+    counter = [group] + [value[:, None] & MASK32 for value in (position, step, request)]
+    words = philox_words(counter, [k[:, None] for k in key])
+    return torch.stack(words, dim=-1).flatten(1)[:, :num_ids] >> 8  # [N, G, 4] -> [N, V]
+
+
+def gumbel(u24: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """-log(-log u) for u = (u24 + 1/2) / 2^24, in `dtype`.
+
+    In fp32, u24 + 1/2 isn't exact above 2^23: the largest would round to u = 1 and give +inf, which
+    wins any argmax. At V = 126,464 that is 1 row in 130. So the upper half goes through 1 - u.
+    """
+    low = (u24.to(dtype) + 0.5) * 2.0**-24
+    high = ((2**24 - u24).to(dtype) - 0.5) * 2.0**-24  # 1 - u
+    upper = u24 >= 2**23
+    return -torch.where(upper, -torch.log1p(-high), -torch.log(low)).log()

@@ -1,0 +1,220 @@
+"""The law: each function of this package again, plain and slow, for tests and benchmarks.
+
+Loss and head statistics use full logits in the dtype of their input (float64 for a test's truth)
+and ordinary autograd; the mask is a Python loop over tokens. Options as in the public functions.
+"""
+
+import torch
+
+from .block_mask import IGNORE, MaskedBatch, MaskSpec
+from .philox import MASK32, Stream, gumbel, gumbel_key, gumbel_u24, philox_words, split_seed
+
+
+def linear_cross_entropy(
+    input,
+    linear_weight,
+    target,
+    *,
+    linear_bias=None,
+    reduction="mean",
+    ignore_index=-100,
+    label_smoothing=0.0,
+    row_weight=None,
+    softcap=None,
+    excluded_id=None,
+):
+    """Full logits, loss and gradient by autograd, in the dtype of the input."""
+    keep = target != ignore_index
+    if row_weight is None:
+        row_weight = torch.ones(target.shape, dtype=input.dtype, device=input.device)
+    row_weight = torch.where(keep, row_weight.to(input.dtype), 0)
+    target = torch.where(keep, target, 1 if excluded_id == 0 else 0).long()
+    logits = _logits(input, linear_weight, linear_bias, softcap)
+    allowed = torch.ones(len(linear_weight), dtype=torch.bool, device=input.device)
+    if excluded_id is not None:
+        allowed[excluded_id] = False
+    lse = logits.masked_fill(~allowed, float("-inf")).logsumexp(-1)
+    mean = logits.masked_fill(~allowed, 0).sum(-1) / allowed.sum()
+    plain = lse - logits.gather(-1, target[..., None])[..., 0]
+    loss = row_weight * ((1 - label_smoothing) * plain + label_smoothing * (lse - mean))
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    total = row_weight.sum()
+    return loss.sum() / torch.where(total == 0, 1, total)
+
+
+def linear_argmax(
+    input,
+    linear_weight,
+    *,
+    linear_bias=None,
+    banned_ids=(),
+    mask_id=None,
+    subs=False,
+    temperature=0.0,
+    gumbel_from=None,
+    softcap=None,
+    round_logits=None,
+):
+    """(token, confidence, entropy, margin), each [...]; gumbel_from is a GumbelKey."""
+    logits = _logits(input, linear_weight, linear_bias, softcap)
+    if round_logits == "bf16":
+        logits = logits.bfloat16().to(logits.dtype)
+    logits[..., list(banned_ids) + ([mask_id] if subs else [])] = float("-inf")
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p, 0).sum(-1)
+    choice = logits.clone()
+    if mask_id is not None:
+        choice[..., mask_id] = float("-inf")
+    best = choice.sort(dim=-1, descending=True, stable=True).indices[..., :2]
+    margin = p.gather(-1, best[..., :1]) - p.gather(-1, best[..., 1:])
+    if temperature > 0:
+        key = gumbel_from
+        words = gumbel_key(key.seed, key.request)
+        u24 = gumbel_u24(len(linear_weight), key.position, key.step, key.request, words)
+        choice = choice / temperature + gumbel(u24, choice.dtype)
+    token = choice.argmax(-1)
+    confidence = p.gather(-1, token[..., None])[..., 0]
+    return token, confidence, entropy, margin[..., 0]
+
+
+def _logits(input, weight, bias, softcap):
+    logits = torch.nn.functional.linear(input, weight, bias)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def block_mask(
+    ids,
+    prompt_lengths,
+    response_lengths,
+    spec: MaskSpec,
+    *,
+    cu_seqlens=None,
+    sample_ids=None,
+    draw=0,
+    block=None,
+    block_weights=None,
+) -> MaskedBatch:
+    """One sequence and one token at a time, with Python integers."""
+    size = len(prompt_lengths)
+    flat = ids.reshape(-1).tolist()
+    if cu_seqlens is None:
+        starts = [ids.shape[1] * row for row in range(size)]
+    else:
+        starts = cu_seqlens.tolist()[:-1]
+    sample_ids = range(size) if sample_ids is None else sample_ids.tolist()
+    draws = [draw] * size if isinstance(draw, int) else draw.tolist()
+    noisy, labels, rows, facts = list(flat), [IGNORE] * len(flat), [], []
+    for s in range(size):
+        prompt, response = int(prompt_lengths[s]), int(response_lengths[s])
+        dice = _Dice(spec, draws[s], sample_ids[s])
+        given = None if block is None else int(block[s])
+        chances = None if block_weights is None else block_weights[s].tolist()
+        index, start, length, factor = _choose(dice, prompt, response, given, chances)
+        rate24, marked = dice.marks(start, length)
+        for position in range(prompt, prompt + response):
+            token = starts[s] + position
+            if position in marked or dice.hides(position, start, start + length):
+                noisy[token] = spec.mask_id
+            if position in marked:
+                labels[token] = flat[token]
+        weight = _weight(spec, factor, rate24, length, len(marked))
+        rows += [(starts[s] + position, weight) for position in sorted(marked)]
+        facts.append((index, start, length, rate24 / 2**24, len(marked)))
+    return _assemble(ids, noisy, labels, rows, facts, min(size * spec.block_size, len(flat)))
+
+
+class _Dice:
+    """The random numbers of one draw of one example."""
+
+    def __init__(self, spec: MaskSpec, draw: int, sample_id: int):
+        self.spec, self.draw, self.sample_id = spec, draw, sample_id
+
+    def u24(self, stream, position, draw=None):
+        draw = self.draw if draw is None else draw
+        high = (self.sample_id >> 32) | (stream << 24)
+        counter = (position, draw, self.sample_id & MASK32, high)
+        return philox_words(counter, split_seed(self.spec.seed))[0] >> 8
+
+    def _own_marks(self, draw, start, length):
+        low, high = round(self.spec.low * 2**24), round(self.spec.high * 2**24)
+        rate24 = low + ((high - low) * self.u24(Stream.RATE, 0, draw) >> 24)
+        positions = range(start, start + length)
+        return rate24, {p for p in positions if self.u24(Stream.MARKS, p, draw) < rate24}
+
+    def marks(self, start, length):
+        """(rate in units of 2^-24, set of marked positions)."""
+        rate24, marked = self._own_marks(self.draw, start, length)
+        if self.spec.pairs:
+            first = self.draw - self.draw % 2
+            shared24, shared = self._own_marks(first, start, length)
+            if 0 < len(shared) < length:
+                rest = set(range(start, start + length)) - shared
+                rate24, marked = shared24, rest if self.draw % 2 else shared
+        if not marked and length and self.spec.empty == "last":
+            marked = {start + length - 1}
+        return rate24, marked
+
+    def hides(self, position, start, end):
+        """Whether a response token outside the active block [start, end) is masked."""
+        if position < start:
+            noise24 = round(self.spec.prefix_noise * 2**24)
+            return self.u24(Stream.PREFIX, position) < noise24
+        leak24 = round(self.spec.suffix_leak * 2**24)
+        return position >= end and self.u24(Stream.SUFFIX, position) >= leak24
+
+
+def _choose(dice: _Dice, prompt, response, given, chances):
+    """(index, start, length, importance factor) of the active block."""
+    spec = dice.spec
+    origin = prompt if spec.block_origin == "response" else prompt - prompt % spec.block_size
+    bounds = range(origin, prompt + response, spec.block_size) if response else ()
+    blocks = [
+        (max(edge, prompt), min(edge + spec.block_size, prompt + response)) for edge in bounds
+    ]
+    if not blocks:
+        return 0, prompt, 0, 1.0
+    number = dice.u24(Stream.BLOCK, 0, dice.draw - dice.draw % 2 if spec.pairs else dice.draw)
+    index, inverse_rho = number * len(blocks) >> 24, float(len(blocks))
+    if given is not None:
+        index = given
+    elif chances is not None:
+        chances = chances[: len(blocks)]
+        left = number * sum(chances) >> 24
+        index = 0
+        while left >= chances[index]:
+            left -= chances[index]
+            index += 1
+        inverse_rho = sum(chances) / chances[index]
+    start, end = blocks[index]
+    factor = inverse_rho if spec.block_factor == "sum" else inverse_rho / len(blocks)
+    return index, start, end - start, factor
+
+
+def _weight(spec: MaskSpec, factor, rate24, length, count):
+    if count == 0:
+        return 0.0
+    if spec.weight == "rate":
+        return factor / (rate24 * length * 2.0**-24)
+    return factor / (count if spec.weight == "count" else length)
+
+
+def _assemble(ids, noisy, labels, rows, facts, bound) -> MaskedBatch:
+    flat, tail = ids.reshape(-1).tolist(), bound - len(rows)
+    block, start, length, rate, count = zip(*facts, strict=True) if facts else [()] * 5
+    return MaskedBatch(
+        noisy_ids=torch.tensor(noisy, dtype=ids.dtype).view(ids.shape),
+        labels=torch.tensor(labels, dtype=ids.dtype).view(ids.shape),
+        rows=torch.tensor([row for row, _ in rows] + [0] * tail, dtype=torch.int64),
+        row_target=torch.tensor([flat[row] for row, _ in rows] + [IGNORE] * tail).long(),
+        row_weight=torch.tensor([w for _, w in rows] + [0.0] * tail, dtype=torch.float32),
+        num_rows=torch.tensor(len(rows)),
+        block=torch.tensor(block).long(),
+        block_start=torch.tensor(start).long(),
+        block_length=torch.tensor(length).long(),
+        rate=torch.tensor(rate).float(),
+        count=torch.tensor(count).long(),
+    )

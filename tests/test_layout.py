@@ -1,0 +1,111 @@
+"""The house rules that a reader relies on: import arrows, cheap imports, no pickle, no shadowing."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "kernels/torch-ext/bwsft_kernels"
+SOURCES = sorted([*(ROOT / "bwsft").rglob("*.py"), *KERNELS.rglob("*.py")])
+ALL_PYTHON = sorted([*SOURCES, *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py")])
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or ""))
+            if node.module == "bwsft":
+                found |= {f"bwsft.{a.name}" for a in node.names}
+    return found
+
+
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path) if not name.startswith(".")}
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda p: p.name)
+def test_kernels_import_torch_triton_and_themselves(path):
+    allowed = set(sys.stdlib_module_names) | {"torch"}
+    if path.name.endswith("_triton.py"):
+        allowed.add("triton")
+    assert roots(path) <= allowed
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_third_party_stays_in_its_room(path):
+    name = str(path.relative_to(ROOT))
+    if not (name.startswith("bwsft/backbones/") or name in HOMES["transformers"]):
+        assert not roots(path) & {"transformers"}, name
+    if not (name.startswith("bwsft/backbones/") or name in HOMES["peft"]):
+        assert "peft" not in roots(path), name
+    if name not in HOMES["datasets"]:
+        assert "datasets" not in roots(path), name
+
+
+HOMES = {
+    "transformers": {"bwsft/checkpoint.py", "bwsft/data.py", "bwsft/templates.py"},
+    "peft": {"bwsft/checkpoint.py"},
+    "datasets": {"bwsft/data.py", "bwsft/records.py"},
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nobody_imports_the_trainer_but_cli_and_experiments(path):
+    name = str(path.relative_to(ROOT))
+    if name == "bwsft/cli.py" or name.startswith("bwsft/experiments/"):
+        return
+    assert "bwsft.train" not in imports(path), name
+
+
+def test_no_init_in_kernels_folder():
+    """It would shadow the `kernels` package of the Hub for whoever runs from the root."""
+    assert not (ROOT / "kernels/__init__.py").exists()
+    assert not (ROOT / "tests/__init__.py").exists()
+    assert not (ROOT / "conftest.py").exists()
+
+
+def test_kernels_folder_does_not_break_transformers_from_the_root():
+    code = (
+        "from transformers.utils import import_utils as u; u.is_kernels_available();"
+        "import importlib.util as i; s = i.find_spec('kernels');"
+        "print(s.origin if s else None)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert str(ROOT) not in out.stdout
+
+
+@pytest.mark.parametrize("module", ["bwsft", "bwsft.cli", "bwsft.config"])
+def test_cheap_imports(module):
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", ALL_PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_pickle(path):
+    if path.name == Path(__file__).name:
+        return
+    text = path.read_text(encoding="utf-8")
+    assert not roots(path) & {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
+    assert "torch.save(" not in text
+    for call in re.findall(r"torch\.load\([^)]*\)", text):
+        assert "weights_only=True" in call
+    assert "shell=True" not in text
+    assert "trust_remote_code=True" not in text
+
+
+def test_files_named_in_the_readme_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:bwsft|kernels|benchmarks|tests|examples|docs)/[\w./-]*)`", text)
+    missing = [n for n in named if not (ROOT / n).exists()]
+    assert named and not missing
+    assert text.count("\n") < 200

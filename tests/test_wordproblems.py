@@ -1,0 +1,64 @@
+"""Generated word problems: right sums, disjoint splits, the same text everywhere."""
+
+import re
+
+import pytest
+
+from bwsft.records import normalise
+from bwsft.wordproblems import STORIES, generate
+
+
+def test_every_equation_is_right_and_the_last_is_the_answer():
+    operations = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
+    for record in generate(500, seed=1) + generate(200, seed=1, split="test"):
+        steps, answer = record["response"].split("\nThe answer is: ")
+        equations = re.findall(r"(\d+) ([+x-]) (\d+) = (\d+)\.", steps)
+        assert len(equations) == 2
+        for left, sign, right, result in equations:
+            assert operations[sign](int(left), int(right)) == int(result)
+        assert equations[0][3] == equations[1][0]
+        assert equations[1][3] == answer
+        assert normalise(record).messages[0][1].endswith("?")
+        numbers = re.findall(r"\d+", record["query"])
+        assert numbers == [equations[0][0], equations[0][2], equations[1][2]]
+
+
+def test_splits_share_no_numbers():
+    def sums(records):
+        return {(r["response"], r["query"].split()[1]) for r in records}
+
+    train, test = sums(generate(5000, seed=1)), sums(generate(1000, seed=2, split="test"))
+    assert len(test) > 300
+    assert not train & test
+
+
+def test_generation_is_a_pure_function():
+    assert generate(50, seed=1) == generate(60, seed=1)[:50]
+    assert generate(50, seed=1) != generate(50, seed=2)
+    assert generate(1, seed=0) == PINNED
+    assert len({r["query"].split()[1] + r["response"][:9] for r in generate(300)}) > 30
+
+
+PINNED = [
+    {
+        "query": "Leo fills 7 bags with 9 books each and sells 8. How many books stay?",
+        "response": "7 x 9 = 63. 63 - 8 = 55.\nThe answer is: 55",
+    }
+]
+
+
+def test_numbers_are_configurable():
+    largest = max(int(n) for r in generate(300, largest=40) for n in re.findall(r"\d+", r["query"]))
+    assert 40 <= largest <= 80  # the loss story shows the sum of two operands
+    with pytest.raises(ValueError, match="largest must be at least 6"):
+        generate(1, largest=2)
+    with pytest.raises(ValueError, match="unknown split 'dev'"):
+        generate(1, split="dev")
+
+
+def test_every_story_appears_in_both_splits():
+    words = ("then finds", "gives", "loses", "bags of", "fills")
+    assert len(words) == len(STORIES)
+    for split in ("train", "test"):
+        text = " ".join(r["query"] for r in generate(300, split=split))
+        assert all(word in text for word in words)
