@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
-import uuid
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from bwsft.files import write_atomic
 
 Arrays = dict[str, np.ndarray]
 # Safetensors' names of the two dtypes that a token set needs.
@@ -28,17 +28,12 @@ def content_digest(arrays: Arrays) -> str:
 def save(path: Path, arrays: Arrays, facts: dict[str, Any]) -> None:
     """Writes int32/int64 `arrays` and the JSON object `facts`; `facts["digest"]` must be their
     content_digest. A folder that can't be written costs a warning, not the run."""
-    from safetensors.numpy import save_file
+    from safetensors import numpy as safetensors
 
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(arrays, part, metadata={"facts": json.dumps(facts)})
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_atomic(path, safetensors.save(arrays, metadata={"facts": json.dumps(facts)}))
     except OSError as error:
-        part.unlink(missing_ok=True)
         warnings.warn(f"can't cache tokens in {path.parent}: {error.strerror}", stacklevel=2)
 
 

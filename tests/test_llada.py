@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -273,7 +274,8 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(switch, 
         b.set_gradient_checkpointing(True)
     else:
         # The name that every supported release knows; 5.24 calls it deprecated.
-        with pytest.warns() if hasattr(b.model, "activation_checkpointing_enable") else _quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             b.model.gradient_checkpointing_enable({"use_reentrant": False})
     calls, forward = [], LladaBlock.forward
     monkeypatch.setattr(LladaBlock, "forward", lambda *a: calls.append(1) or forward(*a))
@@ -286,26 +288,21 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(switch, 
     assert len(calls) == SMALL["n_layers"]
 
 
-def _quiet():
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 def test_norm_and_rotation_round_where_the_official_code_does():
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
     norm = LladaRMSNorm(32, 1e-5).bfloat16()
     torch.nn.init.uniform_(norm.weight)
     wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
     assert torch.equal(norm(x), norm.weight * wide.bfloat16())
-    # At position 4000 an angle in bfloat16 is off by up to 8 rad, in float32 by 1.2e-4.
+    # At position 4000 an angle in bfloat16 is off by up to 8 rad, in float32 by 1.2e-4, and again
+    # as much for each rounding of the frequency. The result is rounded to bfloat16 once (2^-8).
     positions = torch.arange(4000, 4064)
     heads = x.view(64, 2, 16)
     rough = attention.rotate(heads, attention.rope_tables(positions, 16, 5e5, torch.bfloat16))
     exact = attention.rotate(
         heads.double(), attention.rope_tables(positions, 16, 5e5, torch.float64)
     )
-    bound = 2**-9 * exact.abs() + 1.2e-4 * heads.double().norm(dim=-1, keepdim=True)
+    bound = 2**-8 * exact.abs() + 5e-4 * heads.double().norm(dim=-1, keepdim=True)
     assert rough.dtype == torch.bfloat16
     assert ((rough.double() - exact).abs() <= bound).all()
 
@@ -471,7 +468,9 @@ def test_new_backbone_depends_on_the_seed_alone():
 )
 def test_initial_scale(init_fn, name, std):
     sizes = dict(d_model=64, mlp_hidden_size=256, vocab_size=500, init_fn=init_fn)
-    weight = backbone(torch.float32, **sizes).model.get_parameter(f"model.transformer.{name}.weight")
+    weight = backbone(torch.float32, **sizes).model.get_parameter(
+        f"model.transformer.{name}.weight"
+    )
     assert weight.std().item() == pytest.approx(std, rel=0.06)  # 4 sigma of 4,096 draws is 4.4 %
     assert (weight.abs().max() <= 3 * std) == (init_fn == "mitchell")
 

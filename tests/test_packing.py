@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from bwsft_kernels.philox import Stream, philox4x32
 
 from bwsft.packing import CanvasLayout, Example, order, pack, slots, split_holdout
-from bwsft_kernels.philox import Stream, philox4x32
 
 M, E = 99, 7  # [MASK], EOS
 

@@ -51,7 +51,7 @@ def test_text_is_cut_at_the_first_end_token(text, expected, ended):
     ("3\u00bd cups", ["3.5"]),
     ("1{,}234 and 385\\,000 and 1,\\!080", ["1234", "385000", "1080"]),
     ("7/0 stays 7 and 0", ["7", "0", "7", "0"]),
-    (".5 and 0.5.", ["0.5", "0.5"]),
+    (".5 and 0.5. and 0{.}25", ["0.5", "0.5", "0.25"]),
     ("60\\% or 60%", ["60", "60"]),
     ("none, no numbers at all", []),
 ])

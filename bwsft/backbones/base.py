@@ -40,6 +40,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.family = family
+        self.train(model.training)
 
     @property
     def base_model(self) -> nn.Module:

@@ -100,7 +100,9 @@ def _marked(position, draw, sample, rate24, flip, key):
 
 
 @triton.jit
-def _draw_marks(seq, inside, start, length, sequences, key, PLAN: tl.constexpr, BLOCK_B: tl.constexpr):
+def _draw_marks(
+    seq, inside, start, length, sequences, key, PLAN: tl.constexpr, BLOCK_B: tl.constexpr
+):
     """How to mark: (draw, rate24, complement?, force the last token?, marks [Q, BLOCK_B])."""
     sample = tl.load(sequences[4] + seq, mask=inside, other=0)
     draw = tl.load(sequences[5] + seq, mask=inside, other=0)
@@ -108,7 +110,7 @@ def _draw_marks(seq, inside, start, length, sequences, key, PLAN: tl.constexpr, 
     position = start[:, None] + offset
     in_block = offset < length[:, None]
     rate24 = PLAN.low24 + ((PLAN.span24 * _u24(seq * 0, draw, sample, RATE, key)) >> 24)
-    flip = draw < draw
+    flip = tl.zeros_like(draw) != 0
     if PLAN.pairs:
         even = draw & -2
         shared24 = PLAN.low24 + ((PLAN.span24 * _u24(seq * 0, even, sample, RATE, key)) >> 24)
@@ -116,7 +118,7 @@ def _draw_marks(seq, inside, start, length, sequences, key, PLAN: tl.constexpr, 
             position, even[:, None], sample[:, None], shared24[:, None], flip[:, None], key
         )
         some = tl.max((marks & in_block).to(tl.int32), axis=1)
-        rest = tl.max((in_block & (marks == 0)).to(tl.int32), axis=1)
+        rest = tl.max((in_block & ~marks).to(tl.int32), axis=1)
         both = (some & rest) > 0
         flip = both & ((draw & 1) == 1)
         rate24 = tl.where(both, shared24, rate24)
@@ -124,7 +126,7 @@ def _draw_marks(seq, inside, start, length, sequences, key, PLAN: tl.constexpr, 
     marks = in_block & _marked(
         position, draw[:, None], sample[:, None], rate24[:, None], flip[:, None], key
     )
-    force = flip & (flip == 0)
+    force = tl.zeros_like(draw) != 0
     if PLAN.last:
         force = tl.max(marks.to(tl.int32), axis=1) == 0
         marks = marks | (force[:, None] & (offset == length[:, None] - 1))
@@ -132,7 +134,18 @@ def _draw_marks(seq, inside, start, length, sequences, key, PLAN: tl.constexpr, 
 
 
 @triton.jit
-def _list_rows(ids_ptr, sequences, rows_out, sequences_out, S, R, key, PLAN, BLOCK_B, BLOCK_Q):
+def _list_rows(
+    ids_ptr,
+    rows_out,
+    sequences_out,
+    sequences,
+    S,
+    R,
+    key,
+    PLAN: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
     """Loss rows in row-major order: a running offset, then prefix sums over and in sequences."""
     found = tl.zeros((), tl.int64)
     for first in range(0, S, BLOCK_Q):
@@ -174,3 +187,141 @@ def _list_rows(ids_ptr, sequences, rows_out, sequences_out, S, R, key, PLAN, BLO
         tl.store(rows_out[0] + slot, tl.zeros_like(slot), mask=tail)
         tl.store(rows_out[1] + slot, tl.zeros_like(slot) + IGNORE, mask=tail)
         tl.store(rows_out[2] + slot, tl.zeros_like(slot).to(tl.float32), mask=tail)
+
+
+@triton.jit
+def _write_tokens(
+    ids_ptr,
+    tokens_out,
+    sequences,
+    S,
+    chunks,
+    key,
+    PLAN: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Noisy ids and labels of every `chunks`-th tile of one row."""
+    part = tl.program_id(0).to(tl.int64) - 1
+    seq = part // chunks + tl.arange(0, 1)  # a vector of one, as the helpers take it
+    inside = seq < S
+    _, start, length, _ = _choose_block(seq, inside, sequences, key, PLAN)
+    draw, rate24, flip, force, _ = _draw_marks(
+        seq, inside, start, length, sequences, key, PLAN, BLOCK_B
+    )
+    prompt = tl.load(sequences[2] + seq)
+    end = prompt + tl.load(sequences[3] + seq)
+    sample = tl.load(sequences[4] + seq)
+    own_draw = tl.load(sequences[5] + seq)
+    row_start = tl.load(sequences[0] + part // chunks)
+    row_length = tl.load(sequences[1] + part // chunks)
+    for first in range(part % chunks * BLOCK_T, row_length, chunks * BLOCK_T):
+        position = first + tl.arange(0, BLOCK_T).to(tl.int64)
+        in_row = position < row_length
+        ids = tl.load(ids_ptr + row_start + position, mask=in_row, other=0)
+        offset = position - start
+        marked = _marked(position, draw, sample, rate24, flip, key)
+        marked = marked | (force & (offset == length - 1))
+        marked = marked & (offset >= 0) & (offset < length)
+        hidden = (offset >= length) & (position < end)
+        if PLAN.leak24 > 0:
+            hidden = hidden & (_u24(position, own_draw, sample, SUFFIX, key) >= PLAN.leak24)
+        if PLAN.prefix24 > 0:
+            noise = _u24(position, own_draw, sample, PREFIX, key) < PLAN.prefix24
+            hidden = hidden | (noise & (position >= prompt) & (offset < 0))
+        noisy = tl.where(marked | hidden, PLAN.mask_id, ids)
+        tl.store(tokens_out[0] + row_start + position, noisy, mask=in_row)
+        labels = tl.where(marked, ids, IGNORE)
+        tl.store(tokens_out[1] + row_start + position, labels, mask=in_row)
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high"])
+def _block_mask_fwd_kernel(
+    ids_ptr,
+    tokens_out,
+    rows_out,
+    sequences_out,
+    sequences,
+    S,
+    R,
+    chunks,
+    key_low,
+    key_high,
+    PLAN: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    key = (key_low, key_high)
+    if tl.program_id(0) == 0:
+        _list_rows(
+            ids_ptr, rows_out, sequences_out, sequences, S, R, key, PLAN, BLOCK_B, BLOCK_Q
+        )
+    else:
+        _write_tokens(ids_ptr, tokens_out, sequences, S, chunks, key, PLAN, BLOCK_B, BLOCK_T)
+
+
+def _plan(inputs: MaskInputs, spec: MaskSpec) -> Plan:
+    low24, high24, prefix24, leak24 = (
+        round(chance * ONE24)
+        for chance in (spec.low, spec.high, spec.prefix_noise, spec.suffix_leak)
+    )
+    return Plan(
+        block_size=spec.block_size,
+        mask_id=spec.mask_id,
+        low24=low24,
+        span24=high24 - low24,
+        prefix24=prefix24,
+        leak24=leak24,
+        weight=spec.weight,
+        absolute=spec.block_origin == "absolute",
+        last=spec.empty == "last",
+        pairs=spec.pairs,
+        sum_blocks=spec.block_factor == "sum",
+        given_block=inputs.block is not None,
+        max_blocks=0 if inputs.block_weights is None else inputs.block_weights.shape[1],
+    )
+
+
+def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
+    """`block_mask` on validated inputs, by one kernel launch."""
+    ids, num_sequences = inputs.ids.contiguous(), len(inputs.row_start)
+    numel, bound = ids.numel(), min(num_sequences * spec.block_size, ids.numel())
+    counts = [torch.empty_like(inputs.row_start) for _ in range(4)]
+    rate = torch.empty_like(inputs.row_start, dtype=torch.float32)
+    batch = MaskedBatch(
+        noisy_ids=torch.empty_like(ids),
+        labels=torch.empty_like(ids),
+        rows=rate.new_empty(bound, dtype=torch.int64),
+        row_target=rate.new_empty(bound, dtype=torch.int64),
+        row_weight=rate.new_empty(bound),
+        num_rows=rate.new_empty((), dtype=torch.int64),
+        block=counts[0],
+        block_start=counts[1],
+        block_length=counts[2],
+        rate=rate,
+        count=counts[3],
+    )
+    choice = inputs.block if inputs.block_weights is None else inputs.block_weights
+    sequences = [
+        inputs.row_start, inputs.row_length, inputs.prompt_lengths, inputs.response_lengths,
+        inputs.sample_ids, inputs.draw, inputs.row_start if choice is None else choice,
+    ]
+    block_b = triton.next_power_of_2(spec.block_size)
+    block_q = min(triton.next_power_of_2(max(1, num_sequences)), max(1, 1024 // block_b))
+    # About one program per 1024 tokens; a longer row goes round.
+    chunks = max(1, triton.cdiv(numel, 1024 * max(1, num_sequences)))
+    # Signed words: a seed above 2^31 must not change the argument's type and compile anew.
+    key_low, key_high = (word - ((word >> 31) << 32) for word in split_seed(spec.seed))
+    with on_device(ids):
+        _block_mask_fwd_kernel[(1 + num_sequences * chunks,)](
+            ids,
+            (batch.noisy_ids, batch.labels),
+            (batch.rows, batch.row_target, batch.row_weight, batch.num_rows),
+            (batch.block, batch.block_start, batch.block_length, batch.rate, batch.count),
+            tuple(value.contiguous() for value in sequences),
+            num_sequences, bound, chunks, key_low, key_high,
+            PLAN=_plan(inputs, spec), BLOCK_B=block_b, BLOCK_Q=block_q, BLOCK_T=1024,
+            num_warps=4, enable_fp_fusion=False,
+        )
+    return batch

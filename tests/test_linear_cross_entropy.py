@@ -1,0 +1,236 @@
+"""linear_cross_entropy against full logits in float64, and the algebra that it must obey.
+
+In float64 the tolerance is rounding of sums of V or D terms. In lower precision an error may be
+three times that of torch's own linear + cross_entropy in the same dtype on the same numbers.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bwsft_kernels import linear_cross_entropy, reference
+from bwsft_kernels._matmul import plan_chunks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+EXACT = dict(rtol=1e-11, atol=1e-12)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty is filled with NaN, so an output that nobody wrote fails loudly."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def problem(n, d, v, *, seed=0, dtype=torch.float64, ignored=0.3, bias=False):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    target = torch.randint(v, (n,), generator=generator)
+    target[torch.rand(n, generator=generator) < ignored] = -100
+    x, weight = normal(n, d), normal(v, d)
+    return x, weight, target, normal(v) if bias else None
+
+
+def run(function, x, weight, target, bias=None, upstream=None, **options):
+    """(loss, gradients of what requires grad)."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    linear_bias = leaves[2] if bias is not None else None
+    loss = function(leaves[0], leaves[1], target, linear_bias=linear_bias, **options)
+    upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype)
+    return loss.detach(), torch.autograd.grad(loss, leaves, upstream)
+
+
+def assert_law(x, weight, target, bias=None, upstream=None, chunk_bytes=512 << 20, **options):
+    expected, grads = run(reference.linear_cross_entropy, x, weight, target, bias, upstream,
+                          **options)
+    loss, own = run(linear_cross_entropy, x, weight, target, bias, upstream,
+                    chunk_bytes=chunk_bytes, **options)
+    torch.testing.assert_close(loss, expected, **EXACT)
+    for one, other in zip(own, grads, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.sampled_from([0, 1, 2, 7, 31, 32, 33]))
+    v, d = draw(st.sampled_from([2, 3, 5, 17, 64, 127])), draw(st.sampled_from([1, 3, 16]))
+    seed = draw(st.integers(0, 2**31))
+    ignored = draw(st.sampled_from([0.0, 0.4, 1.0]))
+    x, weight, target, bias = problem(n, d, v, seed=seed, ignored=ignored, bias=draw(st.booleans()))
+    options = dict(reduction=draw(st.sampled_from(["mean", "sum", "none"])))
+    generator = torch.Generator().manual_seed(seed)
+    if draw(st.booleans()):
+        options["row_weight"] = torch.rand(n, generator=generator) * (target % 3)
+    options["label_smoothing"] = draw(
+        st.sampled_from([0.0, 0.1, 1.0, torch.rand(n, generator=generator)])
+    )
+    options["softcap"] = draw(st.sampled_from([None, 2.5]))
+    if draw(st.booleans()):
+        options["excluded_id"] = v - 1 if draw(st.booleans()) else 0
+        target[target == options["excluded_id"]] = 1 if options["excluded_id"] == 0 else 0
+    upstream = torch.randn(n if options["reduction"] == "none" else (), generator=generator)
+    rows = draw(st.sampled_from([1, 5, 1000]))
+    return (x, weight, target, bias, upstream, rows * v * 8), options
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_equals_the_law(case):
+    arguments, options = case
+    assert_law(*arguments, **options)
+
+
+def test_equals_torch_with_leading_shapes():
+    x, weight, target, bias = problem(24, 8, 13, bias=True)
+    for shape in ((24,), (4, 6), (2, 3, 4)):
+        for reduction in ("mean", "sum", "none"):
+            own = linear_cross_entropy(
+                x.view(*shape, 8), weight, target.view(shape), linear_bias=bias,
+                reduction=reduction, label_smoothing=0.2,
+            )
+            expected = F.cross_entropy(
+                F.linear(x, weight, bias), target, reduction=reduction, label_smoothing=0.2
+            )
+            assert own.shape == (torch.Size(shape) if reduction == "none" else ())
+            torch.testing.assert_close(own.flatten(), expected.flatten(), **EXACT)
+    alone = linear_cross_entropy(x[0], weight, torch.tensor(3), reduction="none")
+    torch.testing.assert_close(alone, F.cross_entropy(x[0] @ weight.T, torch.tensor(3)), **EXACT)
+
+
+SAME_DTYPE = [  # N, D, V: odd sizes; one row; the vocabulary of LLaDA, where dX sums 126,464 terms
+    (33, 17, 127), (1, 64, 50_257), (8, 16, 126_464),
+]
+
+
+@pytest.mark.parametrize("n, d, v", SAME_DTYPE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_is_that_of_torch_in_the_same_dtype(n, d, v, dtype):
+    x, weight, target, _ = problem(n, d, v, dtype=dtype, ignored=0)
+    upstream = torch.rand(n) + 0.5
+
+    def naive(x, weight, target, linear_bias=None, reduction="none"):
+        logits = F.linear(x, weight, linear_bias)
+        return F.cross_entropy(logits.float(), target, reduction=reduction)
+
+    truth, true_grads = run(naive_in_float64, x.double(), weight.double(), target, None, upstream)
+    theirs, their_grads = run(naive, x, weight, target, None, upstream)
+    # The two paths: gradients made in backward ("none"), and in forward (row_weight).
+    ours, our_grads = run(linear_cross_entropy, x, weight, target, None, upstream, reduction="none")
+    total, sum_grads = run(
+        linear_cross_entropy, x, weight, target, row_weight=upstream, reduction="sum"
+    )
+    assert ours.dtype == total.dtype == torch.float32
+    assert error(ours, truth) <= 3 * error(theirs, truth) + 1e-6 * float(truth.abs().max())
+    torch.testing.assert_close(total, (ours * upstream).sum(), rtol=1e-6, atol=0)
+    for grads in (our_grads, sum_grads):
+        for own, other, true in zip(grads, their_grads, true_grads, strict=True):
+            assert own.dtype == dtype
+            band = torch.finfo(dtype).eps * float(true.abs().max())
+            assert error(own, true) <= 3 * error(other, true) + band
+
+
+def naive_in_float64(x, weight, target, linear_bias=None):
+    return F.cross_entropy(F.linear(x, weight, linear_bias), target, reduction="none")
+
+
+def error(value, truth):
+    return float((value.double() - truth).abs().max())
+
+
+def test_gradients_accumulate_over_chunks_in_fp32():
+    """512 equal rows: a bf16 accumulator stops growing after a few hundred additions."""
+    x, weight, target, _ = problem(1, 4, 3, dtype=torch.bfloat16, ignored=0)
+    x, target = x.expand(512, 4), target.expand(512)
+    options = dict(reduction="sum")
+    _, whole = run(linear_cross_entropy, x, weight, target, **options)
+    _, parts = run(linear_cross_entropy, x, weight, target, chunk_bytes=6, **options)
+    truth = run(naive_in_float64, x.double(), weight.double(), target)[1]
+    assert error(parts[1], truth[1]) <= 3 * error(whole[1], truth[1]) + 2**-8 * float(
+        truth[1].abs().max()
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_chunk_size_changes_nothing(reduction):
+    x, weight, target, bias = problem(33, 6, 11, bias=True)
+    weights = torch.rand(33)
+    for rows in (1, 2, 8, 16, 32, 33, 34):
+        assert_law(x, weight, target, bias, chunk_bytes=rows * 11 * 8, reduction=reduction,
+                   row_weight=weights)
+
+
+def test_row_weights_are_linear_and_mean_divides_by_their_sum():
+    x, weight, target, _ = problem(20, 6, 11)
+    one, two = torch.rand(20).double(), torch.rand(20).double()
+
+    def loss(weights, reduction="sum"):
+        value, grads = run(linear_cross_entropy, x, weight, target, row_weight=weights,
+                           reduction=reduction)
+        return torch.cat([value[None], grads[0].flatten(), grads[1].flatten()])
+
+    both = loss(2 * one - two)
+    torch.testing.assert_close(both, 2 * loss(one) - loss(two), rtol=1e-6, atol=1e-6)
+    mean = loss(one, "mean") * one[target != -100].sum()
+    torch.testing.assert_close(mean, loss(one), **EXACT)
+    torch.testing.assert_close(loss(3 * one, "mean"), loss(one, "mean"), **EXACT)
+
+
+def test_identities():
+    x, weight, target, _ = problem(16, 8, 23, ignored=0)
+    logits = x @ weight.T
+    plain = linear_cross_entropy(x, weight, target, reduction="none")
+    # Smoothing 1 leaves the log-sum-exp minus the mean logit, whatever the target.
+    smooth = linear_cross_entropy(x, weight, target, reduction="none", label_smoothing=1.0)
+    torch.testing.assert_close(smooth, logits.logsumexp(-1) - logits.mean(-1), **EXACT)
+    # SUBS: CE without the column M is CE + log(1 - p_M).
+    target = target % 22
+    subs = linear_cross_entropy(x, weight, target, reduction="none", excluded_id=22)
+    raw = linear_cross_entropy(x, weight, target, reduction="none")
+    gain = torch.log1p(-logits.softmax(-1)[:, 22])
+    torch.testing.assert_close(subs, raw + gain, **EXACT)
+    # Adding a constant to all logits changes nothing.
+    shifted = linear_cross_entropy(x, weight, target, reduction="none",
+                                   linear_bias=torch.full((23,), 50.0).double())
+    torch.testing.assert_close(shifted, raw, **EXACT)
+    assert (plain >= 0).all()
+
+
+def test_equal_logits_give_log_v():
+    x = torch.zeros(4, 2)
+    loss = linear_cross_entropy(x, torch.ones(126_464, 2), torch.tensor([0, 1, 2, 126_463]))
+    assert loss.item() == pytest.approx(math.log(126_464), rel=1e-6)  # 11.7477
+
+
+def test_one_batch_is_k_micro_batches():
+    x, weight, target, _ = problem(40, 6, 11, ignored=0.5)
+    weights = torch.rand(40).double()
+    whole = run(linear_cross_entropy, x, weight, target, row_weight=weights, reduction="sum")
+    total, grad_weight, grad_x = 0, 0, []
+    for part in torch.arange(40).split([1, 0, 16, 23]):
+        loss, grads = run(linear_cross_entropy, x[part], weight, target[part],
+                          row_weight=weights[part], reduction="sum")
+        total, grad_weight = total + loss, grad_weight + grads[1]
+        grad_x.append(grads[0])
+    torch.testing.assert_close(total, whole[0], **EXACT)
+    torch.testing.assert_close(torch.cat(grad_x), whole[1][0], **EXACT)
+    torch.testing.assert_close(grad_weight, whole[1][1], **EXACT)
+
+
+@pytest.mark.parametrize("size", [1, 31, 512, 2_122, 2_123, 20_000, 2**22])
+def test_chunks_cover_the_rows_evenly_within_the_budget(size):
+    """At V 126,464 in bf16 20,000 rows are 2.5e9 logits, past int32."""
+    row_bytes, budget = 126_464 * 2, 512 << 20
+    chunks = plan_chunks(size, row_bytes, budget)
+    assert chunks[0][0] == 0 and chunks[-1][1] == size
+    assert all(one[1] == two[0] for one, two in zip(chunks[:-1], chunks[1:], strict=True))
+    lengths = [stop - start for start, stop in chunks]
+    assert max(lengths) * row_bytes <= budget and len(set(lengths[:-1])) <= 1
+    assert len(chunks) == -(-size // 2_122)  # as few as the budget allows
+    assert max(lengths) - lengths[-1] < len(chunks)
+    assert plan_chunks(3, row_bytes, 1) == [(0, 1), (1, 2), (2, 3)]  # never less than a row
