@@ -1,13 +1,11 @@
-"""The files of an evaluation: references and outputs coming in, results going out.
+"""The files that an evaluation reads, brought into one shape: references and outputs.
 
-Read: JSONL, a JSON list, or an object with a list under "generations" (the d1 repository's format).
-Written: atomically, and over an existing file only if it came from the same settings.
+JSONL, a JSON list, or an object with a list under "generations" (the d1 repository's format).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -216,14 +214,3 @@ def refuse_foreign(path: Path, run: str) -> None:
     if found is None or found[1] != run:
         raise ValueError(f"{path} exists and was not written with these settings: "
                          "name another file, or delete it first")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the whole new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -7,10 +7,12 @@ size and SHA-256 of every other file. No pickle.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -20,27 +22,56 @@ from bwsft.files import folder_atomic, sha256, write_atomic
 from bwsft.optim import moments, restore_moments
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
+STATE, OPTIMIZER, ADAPTER = "state.json", "optimizer.safetensors", "adapter_model.safetensors"
 
 
 def save_checkpoint(run: Path, step: int, backbone, tokenizer, optimizer, state: dict) -> Path:
     """Write checkpoints/step-`step` of a run folder and return it.
 
-    state: JSON-able facts of the run; `step` and the backbone's family are added.
+    state: JSON-able facts of the run; `step` and the backbone's family are added. Raises OSError,
+    with what to do, if the disk doesn't take it; nothing of it is then left.
     """
     path = Path(run) / "checkpoints" / f"step-{step}"
-    if path.exists():  # a resumed run may pass a step whose folder was found torn
-        shutil.rmtree(path)
-    with folder_atomic(path) as folder:
-        backbone.model.save_pretrained(folder)
-        (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
-        tokenizer.save_pretrained(folder)
-        save_file(moments(backbone, optimizer), folder / "optimizer.safetensors")
-        family = dataclasses.asdict(backbone.family)
-        write_atomic(
-            folder / "state.json", json.dumps({**state, "step": step, "family": family}, indent=2)
-        )
-        _write_manifest(folder)
+    family = dataclasses.asdict(backbone.family)
+    state = {**state, "step": step, "family": family}
+    try:
+        with folder_atomic(path) as folder:
+            _save_model(backbone.model, folder)
+            tokenizer.save_pretrained(folder)
+            save_file(moments(backbone, optimizer), folder / OPTIMIZER)
+            write_atomic(folder / STATE, json.dumps(state, indent=2))
+            _write_manifest(folder)
+            if path.exists():  # torn: a whole one would have been resumed from
+                shutil.rmtree(path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path} could not be written ({error}); make room, then go on with --resume {run}"
+        ) from error
     return path
+
+
+def _save_model(model, folder: Path) -> None:
+    with _without_bars():
+        if hasattr(model, "peft_config"):
+            # "auto" would ask the Hub for the base's config, to learn whether it was resized.
+            model.save_pretrained(folder, save_embedding_layers=False)
+            (folder / "README.md").unlink(missing_ok=True)  # an empty model card
+        else:
+            model.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws bars for its files, across the training's own."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def _write_manifest(folder: Path) -> None:
@@ -60,6 +91,9 @@ def problems(folder: Path) -> str | None:
         expected = {folder / name: (f["bytes"], f["sha256"]) for name, f in files.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{manifest} cannot be read ({type(error).__name__})"
+    for name in (STATE, OPTIMIZER):
+        if name not in files:
+            return f"{manifest} does not list {name}"
     for path, (size, digest) in expected.items():
         if not path.is_file():
             return f"{path} is missing"
@@ -70,10 +104,14 @@ def problems(folder: Path) -> str | None:
     return None
 
 
+def step_of(folder: Path) -> int:
+    return int(STEP_FOLDER.fullmatch(folder.name)[1])
+
+
 def step_folders(run: Path) -> list[Path]:
     """Checkpoint folders of a run, newest first, whole or not."""
     found = [p for p in (Path(run) / "checkpoints").glob("step-*") if STEP_FOLDER.fullmatch(p.name)]
-    return sorted(found, key=lambda p: int(p.name.split("-")[1]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
@@ -87,15 +125,24 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def prune(run: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints (0: keep all)."""
-    for folder in step_folders(run)[keep_last:] if keep_last else []:
+def prune(newest: Path, keep_last: int) -> None:
+    """Tidy up after `newest`, a checkpoint just written: it and the `keep_last` - 1 before it stay
+    (0: all). Torn folders of later steps go, from which a resumed run could not go on, and the
+    leftovers of writers that were killed.
+    """
+    run, step = newest.parent.parent, step_of(newest)
+    folders = step_folders(run)
+    later = [folder for folder in folders if step_of(folder) > step]
+    earlier = [folder for folder in folders if step_of(folder) <= step]
+    for folder in later + (earlier[keep_last:] if keep_last else []):
         shutil.rmtree(folder)
+    for leftover in newest.parent.glob(".step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_state(folder: Path) -> dict:
     """The state.json of a checkpoint folder; ValueError if it is not one of ours."""
-    path = Path(folder) / "state.json"
+    path = Path(folder) / STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         state["step"], state["config"], state["data"], state["family"]
@@ -104,25 +151,29 @@ def read_state(folder: Path) -> dict:
     return state
 
 
-def load_weights(folder: Path, backbone) -> None:
-    """Overwrite the trainable weights of `backbone` by those in a checkpoint of the same run."""
-    folder = Path(folder)
-    if (folder / "adapter_config.json").exists():
-        from peft import set_peft_model_state_dict
+def load_adapter_weights(folder: Path, backbone) -> None:
+    """Overwrite the adapters of `backbone` by those in a checkpoint; ValueError unless names and
+    shapes are exactly the same."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-        tensors = _read(folder / "adapter_model.safetensors")
-        result = set_peft_model_state_dict(backbone.model, tensors)
-        if result.unexpected_keys:
-            raise ValueError(f"{folder}: unexpected adapter tensor {result.unexpected_keys[0]}")
-        return
-    from bwsft.backbones.load import load_backbone
-
-    dtype = next(backbone.model.parameters()).dtype
-    backbone.model.load_state_dict(load_backbone(folder, dtype=dtype).model.state_dict())
+    path = Path(folder) / ADAPTER
+    tensors = _read(path)
+    expected = get_peft_model_state_dict(backbone.model, save_embedding_layers=False)
+    if odd := sorted(set(tensors) ^ set(expected)):
+        lacks = "lacks" if odd[0] in expected else "has an unknown"
+        raise ValueError(f"{path} {lacks} tensor {odd[0]}: it is of another model or --lora config")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}, the run needs "
+                f"{tuple(expected[name].shape)}"
+            )
+    set_peft_model_state_dict(backbone.model, tensors)
 
 
 def load_optimizer(folder: Path, backbone, optimizer) -> None:
-    restore_moments(backbone, optimizer, _read(Path(folder) / "optimizer.safetensors"))
+    """Put the moments of a checkpoint into a fresh optimizer of the same run."""
+    restore_moments(backbone, optimizer, _read(Path(folder) / OPTIMIZER))
 
 
 def _read(path: Path) -> dict:
@@ -144,6 +195,6 @@ def locate(model: str) -> tuple[str, dict | None]:
             why = f": {skipped[0]}" if skipped else ""
             raise ValueError(f"{path} holds no complete checkpoint{why}")
         path = newest
-    if (path / "state.json").exists():
+    if (path / STATE).exists():
         return str(path), read_state(path)
     return (str(path) if path.exists() else model), None

@@ -11,6 +11,10 @@ USAGE = """usage: bwsft COMMAND [OPTIONS]
 
 commands
   train PRESET   fine-tune; presets: {presets}
+  generate       decode prompts with a run, checkpoint or model folder
+  evaluate       Pass@1 on GSM8K- or MATH-shaped files
+  export         merge a run's adapter and write a model folder
+  demo           base accuracy, Blockwise SFT, accuracy after, in five minutes
 
 `bwsft COMMAND --help` lists the options of a command."""
 
@@ -18,7 +22,13 @@ commands
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, or 2 for input that cannot be used."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = {"train": _train}
+    commands = {
+        "train": _train,
+        "generate": _generate,
+        "evaluate": _evaluate,
+        "export": _export,
+        "demo": _demo,
+    }
     from bwsft.config import PRESETS
 
     usage = USAGE.format(presets=", ".join(PRESETS))
@@ -48,6 +58,38 @@ def _train(argv: list[str]) -> int:
     from bwsft.train import train
 
     return train(config)
+
+
+def _generate(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.infer import GenerateOptions, run_generate
+
+    return run_generate(tyro.cli(GenerateOptions, args=argv, prog="bwsft generate"))
+
+
+def _evaluate(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.evaluate import EvaluateOptions, run_evaluate
+
+    return run_evaluate(tyro.cli(EvaluateOptions, args=argv, prog="bwsft evaluate"))
+
+
+def _export(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.export import ExportOptions, run_export
+
+    return run_export(tyro.cli(ExportOptions, args=argv, prog="bwsft export"))
+
+
+def _demo(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.demo import DemoOptions, run_demo
+
+    return run_demo(tyro.cli(DemoOptions, args=argv, prog="bwsft demo"))
 
 
 def parse_train(argv: list[str]):

@@ -115,7 +115,7 @@ class TokenizedSet:
         dropped = [f"  dropped {count:,}: {reason}" for reason, count in r["dropped"].items()]
         skipped = [f"    {entry['where']} {entry['reason']}" for entry in r["skipped"]]
         lengths = [
-            f"  {part} tokens: median {q['50%']}, 90% below {q['90%']}, longest {q['max']}"
+            f"  {part} tokens: median {q['50%']}, 90% up to {q['90%']}, longest {q['max']}"
             for part, q in r["lengths"].items()
         ]
         share = (

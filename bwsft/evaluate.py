@@ -24,8 +24,8 @@ from bwsft.answer_files import (
     read_records,
     read_references,
     refuse_foreign,
-    write_atomically,
 )
+from bwsft.files import write_atomic
 from bwsft.math_equality import MathVerifier, same_spelling
 
 
@@ -95,12 +95,16 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
     result["not_attempted"] = None if references is None else len(references.keys() - answered)
     result["conflicting_references"] = conflicts
     result |= {"unused_fields": unused, "source": header, "settings": settings, "saved": str(save)}
-    write_atomically(save, "".join(
-        json.dumps({"run": run, **row}, ensure_ascii=False) + "\n" for row in rows))
+    _write(save, "".join(json.dumps({"run": run, **row}) + "\n" for row in rows))
     if options.json:
-        write_atomically(options.json, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        _write(options.json, json.dumps(result, indent=2) + "\n")
     print_report(result)
     return result
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text)
 
 
 def _check(options: EvaluateOptions, decode: Decode | None) -> None:

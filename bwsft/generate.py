@@ -1,71 +1,106 @@
 """Semi-autoregressive decoding: fill the canvas block by block, most confident tokens first.
 
 Exact mode: every denoising step runs the model on the whole canvas, the head on the masked rows
-of the active block only, and no logits are kept. At temperature 0 in float64 the text up to the
+of the active blocks only, and no logits are kept. At temperature 0 in float64 the text up to the
 end token equals that of LLaDA's published decoder with [MASK] banned, token for token.
+
+T packed tokens, S rows, B block size, N masked rows of the active blocks, D hidden size.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from bwsft_kernels import linear_argmax
 from bwsft_kernels.linear_argmax import GumbelKey
 from torch import Tensor
 
-from bwsft.decoding import (
-    DecodeConfig,
-    block_bounds,
-    commit_quota,
-    final_rows,
-    quotas,
-    validate,
-)
+from bwsft.backbones.base import Backbone, Family
+from bwsft.canvas import Canvas, Row
+from bwsft.decoding import DecodeConfig, commit_quota, final_rows, plan_row
 
 
-@dataclass
+class Commit(NamedTuple):
+    """A token that became final: denoising step and response position, both from 0."""
+
+    step: int
+    position: int
+    token: int
+    confidence: float
+
+
+@dataclass(frozen=True)
 class Generation:
     """One decoded response."""
 
     tokens: list[int]
     """Committed tokens before the end token."""
     ended: bool
-    """An end token was produced; otherwise the canvas was too short (truncated)."""
+    """An end token was produced; otherwise the canvas was too short."""
     steps: int
-    """Denoising steps this row took part in, each one forward pass."""
-    trace: list[tuple[int, int, int, float]] = field(default_factory=list)
-    """(step, position in the response, token, confidence) in the order of commitment."""
+    """Denoising steps of this row, each one forward pass."""
+    trace: list[Commit]
+    """Everything that was committed, in order, the end token and what follows it included."""
 
 
 def generate(
-    model,
+    model: Backbone,
     prompts: Sequence[Sequence[int]],
     config: DecodeConfig | None = None,
     *,
-    trace: bool = False,
-    first_request: int = 0,
+    requests: Sequence[int] | None = None,
 ) -> list[Generation]:
-    """Decode one response per prompt (lists of token ids), in the order given.
+    """Decode one response per prompt (a list of token ids), in the order given.
 
-    model: a bwsft backbone. Rows of a batch do not see each other and have no padding: a prompt
-    alone gives the same tokens. Raises ValueError for prompts that cannot be decoded and
-    RuntimeError if the model produced NaN.
+    Rows of a batch do not see each other and have no padding: a prompt alone gives the same tokens
+    (up to the summation order of the kernels). `requests` are the numbers that the noise of each
+    prompt depends on, by default 0, 1, ... Raises ValueError for a prompt that cannot be decoded
+    and FloatingPointError if the model produces NaN.
+    """
+    found = dict(stream(model, prompts, config, requests=requests))
+    return [found[index] for index in range(len(prompts))]
+
+
+def stream(
+    model: Backbone,
+    prompts: Sequence[Sequence[int]],
+    config: DecodeConfig | None = None,
+    *,
+    requests: Sequence[int] | None = None,
+) -> Iterator[tuple[int, Generation]]:
+    """As `generate`, but yields (index of the prompt, Generation) as rows finish.
+
+    Batches are taken in the order given. Bad input raises here, not at the first result.
     """
     config = config or DecodeConfig()
-    validate(config)
-    check_prompts(prompts, model.family, config)
-    results: list[Generation | None] = [None] * len(prompts)
-    for index, generation in decode_stream(model, prompts, config, trace, first_request):
-        results[index] = generation
-    return results
+    requests = range(len(prompts)) if requests is None else requests
+    check_request(prompts, requests, model.family, config)
+    origin = model.family.block_origin
+    rows = [
+        Row(index, request, list(map(int, prompt)), plan_row(len(prompt), config, origin))
+        for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
+    ]
+    size = config.batch_size
+    batches = (rows[start : start + size] for start in range(0, len(rows), size))
+    return (result for batch in batches for result in fill(model, batch, config))
 
 
-def check_prompts(prompts, family, config: DecodeConfig) -> None:
-    """Raise ValueError naming the first prompt that the model cannot take."""
+def check_request(prompts, requests, family: Family, config: DecodeConfig) -> None:
+    """Raise ValueError naming the first prompt, or the setting, that the model cannot take."""
+    if len(requests) != len(prompts):
+        raise ValueError(f"{len(requests)} request numbers for {len(prompts)} prompts")
+    for token in config.banned_ids:
+        if not 0 <= token < family.vocab_size:
+            raise ValueError(f"banned_ids has {token}, outside [0, {family.vocab_size})")
+    if len({*config.banned_ids, family.mask_id}) >= family.vocab_size:
+        raise ValueError("banned_ids leave no token to produce")
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+            raise ValueError(f"prompt {i} is {type(prompt).__name__}: give lists of token ids")
         total = len(prompt) + config.gen_length
         if total > family.max_positions:
             raise ValueError(
@@ -77,166 +112,128 @@ def check_prompts(prompts, family, config: DecodeConfig) -> None:
         if len(prompt) and not 0 <= min(prompt) <= max(prompt) < family.vocab_size:
             raise ValueError(f"prompt {i} has a token id outside [0, {family.vocab_size})")
         if len(prompt) < family.logit_shift:
-            raise ValueError(f"prompt {i} is empty, and this model predicts from the token before")
+            raise ValueError(f"prompt {i} is empty, but this model predicts from the token before")
 
 
-def decode_stream(
-    model, prompts, config: DecodeConfig, trace: bool = False, first_request: int = 0
+def fill(
+    model: Backbone, rows: list[Row], config: DecodeConfig
 ) -> Iterator[tuple[int, Generation]]:
-    """Yield (prompt index, Generation) as batches finish; longest prompts first, so that rows of
-    a batch are alike and the largest batch fails, if any, at once."""
-    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for start in range(0, len(prompts), config.batch_size):
-        chosen = by_length[start : start + config.batch_size]
-        batch = Canvas.build(model, [prompts[i] for i in chosen], config, chosen, first_request)
-        yield from zip(chosen, fill(model, batch, config, trace), strict=True)
-
-
-@dataclass
-class Canvas:
-    """Rows that are being decoded, packed: row s holds its prompt and gen_length positions."""
-
-    ids: Tensor  # [T]
-    cu_seqlens: Tensor  # [S+1] int32
-    position_ids: Tensor  # [T]
-    prompt_lengths: Tensor  # [S]
-    requests: Tensor  # [S] number of the request, part of its noise's key
-    slot: Tensor  # [S] place of the row in the batch as it was given
-
-    @classmethod
-    def build(cls, model, prompts, config: DecodeConfig, numbers, first_request: int) -> Canvas:
-        device = model.head()[0].device
-        tail = [model.family.mask_id] * config.gen_length
-        rows = [torch.tensor([*p, *tail], dtype=torch.long) for p in prompts]
-        requests = torch.tensor(list(numbers), dtype=torch.long) + first_request
-        return cls.pack(rows, [len(p) for p in prompts], requests, range(len(rows)), device)
-
-    @classmethod
-    def pack(cls, rows, prompt_lengths, requests, slot, device) -> Canvas:
-        lengths = torch.tensor([0, *(len(r) for r in rows)])
-        return cls(
-            ids=torch.cat(rows).to(device),
-            cu_seqlens=lengths.cumsum(0).to(device, torch.int32),
-            position_ids=torch.cat([torch.arange(len(r)) for r in rows]).to(device),
-            prompt_lengths=torch.as_tensor(prompt_lengths).to(device),
-            requests=requests.to(device),
-            slot=torch.as_tensor(list(slot)).to(device),
-        )
-
-    def starts(self) -> Tensor:
-        return self.cu_seqlens[:-1].long()
-
-    def response_index(self, gen_length: int) -> Tensor:
-        """Flat indices [S, G] of the response canvas."""
-        first = self.starts() + self.prompt_lengths
-        return first[:, None] + torch.arange(gen_length, device=first.device)
-
-    def keep(self, rows: Tensor) -> Canvas:
-        """The canvas with only the rows [S] bool: retired rows cost nothing any more."""
-        lengths = self.cu_seqlens.diff().long()
-        of_row = torch.repeat_interleave(rows, lengths)
-        cu = torch.cat([lengths.new_zeros(1), lengths[rows].cumsum(0)]).int()
-        return dataclasses.replace(
-            self,
-            ids=self.ids[of_row],
-            cu_seqlens=cu,
-            position_ids=self.position_ids[of_row],
-            prompt_lengths=self.prompt_lengths[rows],
-            requests=self.requests[rows],
-            slot=self.slot[rows],
-        )
-
-
-@torch.no_grad()
-def fill(model, canvas: Canvas, config: DecodeConfig, trace: bool) -> list[Generation]:
-    """Decode every block of a batch; returns one Generation per row, in the order given."""
+    """Decode one batch; yields (row.index, Generation) and drops the row as soon as it is final."""
     family = model.family
-    end_ids = torch.tensor(family.end_ids, device=canvas.ids.device)
-    results: list = [None] * len(canvas.requests)
-    commits: list = []
-    steps = 0
-    bounds = block_bounds(canvas.prompt_lengths, config, family.block_origin)
-    for block in range(bounds.shape[1]):
-        at = bounds[:, block]
-        plan = quotas(at[:, 1] - at[:, 0], config.steps_per_block())
-        for step in range(plan.shape[1]):
-            if not bool(plan[:, step].any()):
-                continue
-            commits += denoise(model, canvas, at, plan[:, step], config, steps, trace)
-            steps += 1
-            response = canvas.ids[canvas.response_index(config.gen_length)]
-            done = final_rows(response, family.mask_id, end_ids)
-            if not config.stop_at_end or not bool(done.any()):
-                continue
-            retire(canvas, response, done, steps, family.end_ids, results)
-            canvas, bounds, at, plan = canvas.keep(~done), bounds[~done], at[~done], plan[~done]
-            if not len(canvas.requests):
-                return with_traces(results, commits)
-    response = canvas.ids[canvas.response_index(config.gen_length)]
-    retire(canvas, response, torch.ones_like(canvas.slot, dtype=bool), steps, family.end_ids,
-           results)
-    return with_traces(results, commits)
+    weight = model.head()[0]
+    canvas = Canvas.begin(rows, family, weight)
+    end_ids = torch.tensor(family.end_ids, device=weight.device)
+    step = 0
+    while canvas.rows:
+        with decoding(model, weight):
+            nan = denoise(model, canvas, config, step)
+        step += 1
+        done = finished(canvas, nan, step, config, family.mask_id, end_ids)
+        if any(done):
+            yield from harvest(canvas, done, step, config.gen_length, family.end_ids)
+            canvas = canvas.keep([i for i, d in enumerate(done) if not d])
 
 
-def denoise(model, canvas: Canvas, at: Tensor, quota: Tensor, config, step: int, trace: bool):
-    """One step: forward, choose a token for every masked row of the active blocks, commit the
-    most confident `quota` [S]. Writes canvas.ids; returns the commitments if `trace`."""
+@contextlib.contextmanager
+def decoding(model: Backbone, weight: Tensor):
+    """Without dropout and gradients; fp32 adapters on a half-precision CUDA model multiply in its
+    dtype, as they did in training."""
+    training = model.training
+    half = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+    autocast = torch.autocast("cuda", weight.dtype) if half else contextlib.nullcontext()
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad(), autocast:
+            yield
+    finally:
+        if training:
+            model.train()
+
+
+def denoise(model: Backbone, canvas: Canvas, config: DecodeConfig, step: int) -> Tensor:
+    """One step: forward, a token for every [MASK] of the active blocks, commit the most confident
+    quota of each row. Writes the canvas; returns linear_argmax's NaN flag.
+
+    Reads nothing back from the device: the number of [MASK]s is in the plan.
+    """
+    mask_id = model.family.mask_id
+    turns = [row.plan[step] for row in canvas.rows]
+    width = max(turn.stop - turn.start for turn in turns)
+    start, stop, quota = canvas.plan[:, step].unbind(1)
+
+    # 1. The masked slots of the [S, B] active blocks, and their rows [N] in the packed canvas.
+    position = start[:, None] + torch.arange(width, device=start.device)
+    flat = (canvas.cu_seqlens[:-1, None] + position).clamp(max=len(canvas.ids) - 1)
+    masked = (position < stop[:, None]) & (canvas.ids[flat] == mask_id)
+    slots = masked.flatten().nonzero_static(size=sum(turn.masked for turn in turns)).squeeze(1)
+    rows = flat.flatten()[slots]
+
+    # 2. Forward on the whole canvas, head on the N rows.
+    hidden = model.hidden_states(
+        canvas.ids,
+        canvas.position_ids,
+        canvas.cu_seqlens,
+        max_length=max(row.length for row in canvas.rows),
+    )
+    request = canvas.requests[slots // width]
+    key = (request, torch.full_like(rows, step), position.flatten()[slots])
+    best = choose(model, hidden.index_select(0, model.predicting_rows(rows)), config, key)
+
+    # 3. Commit: each of the N rows gets its token or stays [MASK].
+    confidence = best.confidence.new_full((masked.numel(),), -torch.inf)
+    confidence[slots] = best.confidence
+    taken = commit_quota(confidence.view_as(masked), masked, quota).flatten()[slots]
+    canvas.ids[rows] = torch.where(taken, best.token, mask_id)
+    canvas.committed_at[rows] = torch.where(taken, step, -1)
+    canvas.confidence[rows] = best.confidence
+    return best.nan_flag
+
+
+def choose(model: Backbone, hidden: Tensor, config: DecodeConfig, key: tuple[Tensor, ...]):
+    """linear_argmax of hidden rows [N, D] with the model's head; key: request, step, position."""
     family = model.family
-    width = int((at[:, 1] - at[:, 0]).max())
-    position = at[:, :1] + torch.arange(width, device=at.device)  # [S, B]
-    flat = (canvas.starts()[:, None] + position).clamp(max=len(canvas.ids) - 1)
-    open_slots = (position < at[:, 1:]) & (canvas.ids[flat] == family.mask_id)
-    rows = flat[open_slots]
-    owner = open_slots.nonzero()[:, 0]
-
-    hidden = model.hidden_states(canvas.ids, canvas.position_ids, canvas.cu_seqlens)
     weight, bias = model.head()
-    key = None
-    if config.temperature > 0:
-        key = GumbelKey(
-            seed=config.seed,
-            request=canvas.requests[owner],
-            step=torch.full_like(rows, step),
-            position=position[open_slots],
-        )
-    best = linear_argmax(
-        hidden[rows - family.logit_shift],
-        weight,
-        linear_bias=bias,
+    size = family.vocab_size  # a head may have spare rows behind the vocabulary
+    return linear_argmax(
+        hidden,
+        weight[:size],
+        linear_bias=None if bias is None else bias[:size],
         banned_ids=config.banned_ids,
         mask_id=family.mask_id,
         temperature=config.temperature,
-        gumbel=key,
+        gumbel=GumbelKey(config.seed, *key) if config.temperature > 0 else None,
         softcap=family.softcap,
     )
-    if bool(best.nan_flag):
-        raise RuntimeError(
-            f"the model's logits are NaN at denoising step {step + 1}; decode in float32 "
-            "(--dtype float32) or check the checkpoint"
+
+
+def finished(canvas: Canvas, nan: Tensor, step: int, config, mask_id, end_ids) -> list[bool]:
+    """Rows whose text is final after `step` steps. The one read from the device per step."""
+    flags = nan[None]
+    if config.stop_at_end:
+        final = final_rows(canvas.responses(config.gen_length), mask_id, end_ids)
+        flags = torch.cat([flags, final])
+    broken, *final = flags.tolist()
+    if broken:
+        raise FloatingPointError(
+            f"the model's logits are NaN at denoising step {step}: decode in float32, or check "
+            "the checkpoint"
         )
-    confidence = torch.full(open_slots.shape, -torch.inf, device=at.device,
-                            dtype=best.confidence.dtype)
-    confidence[open_slots] = best.confidence
-    chosen = commit_quota(confidence, open_slots, quota)
-    token = torch.zeros_like(flat)
-    token[open_slots] = best.token
-    canvas.ids[flat[chosen]] = token[chosen]
-    if not trace:
-        return []
-    where = position - canvas.prompt_lengths[:, None]
-    columns = (canvas.slot[:, None].expand_as(flat), where, token, confidence)
-    return [(step, *(c[chosen].tolist() for c in columns))]
+    over = [len(row.plan) == step for row in canvas.rows]
+    return [a or b for a, b in zip(over, final, strict=True)] if final else over
 
 
-def retire(canvas: Canvas, response: Tensor, done: Tensor, steps: int, end_ids, results) -> None:
-    """Write the results of the rows `done` [S]."""
-    for slot, row in zip(canvas.slot[done].tolist(), response[done].tolist(), strict=True):
-        end = next((i for i, t in enumerate(row) if t in end_ids), None)
-        results[slot] = Generation(row[:end], end is not None, steps)
-
-
-def with_traces(results: list[Generation], commits: list) -> list[Generation]:
-    for step, slots, positions, tokens, confidences in commits:
-        for slot, *entry in zip(slots, positions, tokens, confidences, strict=True):
-            results[slot].trace.append((step, *entry))
-    return results
+def harvest(
+    canvas: Canvas, done: list[bool], steps: int, gen_length: int, end_ids: tuple[int, ...]
+) -> Iterator[tuple[int, Generation]]:
+    """The results of the rows that are done."""
+    lengths = [row.length for row in canvas.rows]
+    columns = [c.split(lengths) for c in (canvas.ids, canvas.committed_at, canvas.confidence)]
+    for row, is_done, ids, at, confidence in zip(canvas.rows, done, *columns, strict=True):
+        if not is_done:
+            continue
+        ids, at, confidence = (c[-gen_length:].tolist() for c in (ids, at, confidence))
+        end = next((i for i, token in enumerate(ids) if token in end_ids), None)
+        committed = zip(at, range(gen_length), ids, confidence, strict=True)
+        trace = sorted(Commit(*c) for c in committed if c[0] >= 0)
+        yield row.index, Generation(ids[:end], end is not None, steps, trace)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -109,8 +110,8 @@ class MathVerifier:
         self.close()
         # The file runs as a script, so that the child imports sympy and not the whole package.
         self.child = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, encoding="utf-8")
+            [sys.executable, os.path.abspath(__file__)], text=True, encoding="utf-8",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         if self._ask("", START_SECONDS) is None:
             self.close()
             raise RuntimeError("the math-verify process did not start; try `import math_verify`")
@@ -133,7 +134,7 @@ class MathVerifier:
 def _serve() -> None:
     """The child: per line of JSON [reference, answer] one line true, false or null."""
     # A script's own folder leads sys.path; sympy must not find this package's modules there.
-    del sys.path[0]
+    sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
     try:
         import resource
 

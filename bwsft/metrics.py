@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from bwsft.files import write_atomic
@@ -11,34 +12,52 @@ from bwsft.files import write_atomic
 class JsonLog:
     """An append-only JSONL file whose lines carry a `step`.
 
-    Opening it for a resumed run drops the lines behind the checkpoint, and a torn last line: the
-    steps they tell of are run again.
+    Opening it for a run that has done `last_step` steps drops the lines behind them, and a torn
+    last line: the steps they tell of are run again.
     """
 
-    def __init__(self, path: Path, last_step: int | None):
-        self.path = Path(path)
-        kept = [r for r in read_log(self.path) if last_step is not None and r["step"] <= last_step]
-        write_atomic(self.path, "".join(json.dumps(r) + "\n" for r in kept))
-        self._handle = open(self.path, "a", encoding="utf-8")
+    def __init__(self, path: Path, last_step: int):
+        kept = [record for record in read_log(path) if record["step"] <= last_step]
+        write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self.steps = {record["step"] for record in kept}
+        self._handle = open(path, "a", encoding="utf-8")
 
     def append(self, record: dict) -> None:
         self._handle.write(json.dumps(record) + "\n")
         self._handle.flush()
+        self.steps.add(record["step"])
+
+    def sync(self) -> None:
+        """To the disk: a checkpoint must not outlive the lines of its steps."""
+        os.fsync(self._handle.fileno())
 
     def close(self) -> None:
         self._handle.close()
 
 
 def read_log(path: Path) -> list[dict]:
-    """Records of a JSONL log; a last line without its end (a killed writer) is left out."""
+    """Records of a JSONL log, in order; a last line without its end (a killed writer) is left out.
+
+    Raises ValueError, naming the line, for any other line that isn't a record.
+    """
     if not Path(path).exists():
         return []
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    records = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            record["step"] + 0
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{path}, line {number} is not a record with a step: remove the line"
+            ) from None
+        records.append(record)
+    return records
 
 
 def plot_run(folder: Path) -> Path:
-    """Draw loss (with a running mean), held-out NELBO and learning rate into loss.png."""
+    """Draw loss (with a running mean), held-out NELBO, learning rate and gradient norm into
+    loss.png."""
     import matplotlib
 
     matplotlib.use("Agg")

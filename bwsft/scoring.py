@@ -57,7 +57,8 @@ def _plain(text: str) -> str:
     """LaTeX and Unicode spellings of numbers as ASCII: 1{,}234 -> 1,234, 3\\frac{1}{2} -> 3 1/2."""
     text = text.translate(_LOOKALIKES)
     text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]), text).replace("⁄", "/")
-    text = _LATEX_THOUSANDS.sub(",", text).replace("{.}", ".").replace(r"\$", "$").replace(r"\%", "%")
+    text = _LATEX_THOUSANDS.sub(",", text).replace("{.}", ".")
+    text = text.replace(r"\$", "$").replace(r"\%", "%")
 
     def fraction(match: re.Match) -> str:
         whole, top, bottom, short_top, short_bottom = match.groups()

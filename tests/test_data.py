@@ -1,17 +1,15 @@
 """Tokenised sets: what is kept, dropped and refused, and the cache on disk."""
 
+import copy
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bwsft import data, token_cache
-from bwsft.data import CanvasLayout, DataOptions, load_set, load_tokenizer, order, pack, slots
+from bwsft.data import CanvasLayout, DataOptions, load_set, pack
 
-DATA = os.environ.get("BWSFT_DATA_DIR")
-needs_data = pytest.mark.skipif(not DATA, reason="BWSFT_DATA_DIR is not set")
 EOS = 256
 PLAIN = DataOptions(template="none", max_length=20, gen_length=8)
 
@@ -183,17 +181,17 @@ def test_cache_is_used_and_mapped(tokenizer, source, tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]
 
 
-def test_cache_follows_content_tokenizer_and_options(tokenizer, source, tmp_path):
+def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypatch):
     def entries():
         return len(list((tmp_path / "cache").iterdir()))
 
     first = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-    copy = tmp_path / "copy.jsonl"
-    copy.write_bytes(source.read_bytes())
-    assert load_set(copy, tokenizer, PLAIN, tmp_path / "cache").fingerprint == first.fingerprint
+    twin = tmp_path / "twin.jsonl"
+    twin.write_bytes(source.read_bytes())
+    assert load_set(twin, tokenizer, PLAIN, tmp_path / "cache").fingerprint == first.fingerprint
     assert entries() == 1
-    copy.write_bytes(source.read_bytes().replace(b"r29", b"r28"))
-    assert load_set(copy, tokenizer, PLAIN, tmp_path / "cache").fingerprint != first.fingerprint
+    twin.write_bytes(source.read_bytes().replace(b"r29", b"r28"))
+    assert load_set(twin, tokenizer, PLAIN, tmp_path / "cache").fingerprint != first.fingerprint
     assert entries() == 2
     other = DataOptions(template="metamath", max_length=300)
     assert load_set(source, tokenizer, other, tmp_path / "cache").fingerprint != first.fingerprint
@@ -201,6 +199,17 @@ def test_cache_follows_content_tokenizer_and_options(tokenizer, source, tmp_path
     load_set(source, tokenizer, DataOptions(template="none", on_bad="skip"), tmp_path / "cache")
     load_set(source, tokenizer, DataOptions(template="none", exclude_type="x"), tmp_path / "cache")
     assert entries() == 5
+    grown = copy.deepcopy(tokenizer)
+    grown.add_tokens(["q1"])
+    other = load_set(source, grown, PLAIN, tmp_path / "cache")
+    assert other.fingerprint != first.fingerprint
+    assert other.prompt(1).tolist() == [257]
+    assert entries() == 6
+    edited = tmp_path / "templates.py"
+    edited.write_text(Path(data.templates.__file__).read_text() + "# edited\n")
+    monkeypatch.setattr(data.templates, "__file__", str(edited))
+    load_set(source, tokenizer, PLAIN, tmp_path / "cache")
+    assert entries() == 7
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "garbage", "empty", "header"])
@@ -251,49 +260,3 @@ def test_chunks_join_seamlessly(tokenizer, monkeypatch):
     assert tokens_of(whole) == tokens_of(parts)
     assert parts.sample_ids.tolist() == [*range(10), 11]
     assert whole.fingerprint == parts.fingerprint
-
-
-@needs_data
-def test_real_records(tmp_path):
-    tokenizer = load_tokenizer(Path(DATA) / "tokenizers" / "smollm2")
-    source = Path(DATA) / "metamath_shaped" / "gsm8k_train_AnsAugShape.jsonl"
-    options = DataOptions(max_length=512, gen_length=256, mask_id=len(tokenizer))
-    kept = load_set(source, tokenizer, options, tmp_path)
-    report = kept.report
-    assert report["records"] == 7473
-    assert report["kept"] == len(kept) >= 0.9 * 7473
-    assert report["dropped"] == {"longer than max_length 512": 7473 - len(kept)}
-    assert 0 < report["longer_than_gen_length"] < 0.02
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    for i in (0, 1000, len(kept) - 1):
-        row = rows[kept.sample_ids[i]]
-        prompt, response = tokenizer.decode(kept.prompt(i)), tokenizer.decode(kept.response(i))
-        assert row["query"] in prompt
-        assert prompt.endswith("step by step.<|im_end|>\n<|im_start|>assistant\n")
-        assert response == row["response"] + "<|im_end|>"
-    layout = CanvasLayout(mask_id=len(tokenizer), eos_id=2, gen_length=256, max_length=512)
-    batch = pack([kept.example(i, v) for i, v in slots(3, 16, len(kept), seed=42)], layout)
-    assert (batch.response_lengths % 32 == 0).all()
-    chosen = order(len(kept), 0, 42)[48:64]
-    assert batch.sample_ids.tolist() == kept.sample_ids[chosen].tolist()
-    assert load_set(source, tokenizer, options, tmp_path).fingerprint == kept.fingerprint
-
-
-@needs_data
-def test_real_gsm8k_and_chat_shapes_agree(tmp_path):
-    tokenizer = load_tokenizer(Path(DATA) / "tokenizers" / "smollm2")
-    lines = (Path(DATA) / "gsm8k" / "test.jsonl").read_text().splitlines()[:50]
-    pairs = [json.loads(line) for line in lines]
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": pair["question"]},
-                {"role": "assistant", "content": pair["answer"]},
-            ]
-        }
-        for pair in pairs
-    ]
-    options = DataOptions(template="chat", max_length=600)
-    one, two = load_set(pairs, tokenizer, options), load_set(chats, tokenizer, options)
-    assert len(one) == 50
-    assert tokens_of(one) == tokens_of(two)

@@ -2,14 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bwsft import answer_files
-from bwsft.answer_files import question_key, read_outputs, read_references
 from bwsft.evaluate import Decoded, EvaluateOptions, compare, evaluate
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
@@ -81,9 +77,13 @@ def test_truncation_is_unknown_without_end_tokens_and_taken_from_fields(tmp_path
     silent = lines(tmp_path / "a.jsonl", {"question": "Q", "output": "5", "reference": "5"})
     assert evaluate(EvaluateOptions("gsm8k", outputs=silent))["truncated"] is None
     told = lines(tmp_path / "b.jsonl",
-                 {"question": "Q", "output": "5", "reference": "5", "truncated": True, "tokens": 9})
+                 {"question": "Q", "output": "5", "reference": "5", "truncated": True, "tokens": 9},
+                 {"question": "R", "output": "5</s>", "reference": "5", "truncated": True},
+                 {"question": "S", "output": "5</s>", "reference": "5", "tokens": 4},
+                 {"question": "T", "output": "5", "reference": "5"})
     result = evaluate(EvaluateOptions("gsm8k", outputs=told))
-    assert (result["truncated"], result["mean_tokens"]) == (1.0, 9.0)
+    assert [row["truncated"] for row in rows(result)] == [True, True, False, True]
+    assert (result["truncated"], result["mean_tokens"]) == (0.75, 6.5)
 
 
 def test_references_are_joined_by_question_whatever_the_spacing(tmp_path):
@@ -102,24 +102,6 @@ def test_references_are_joined_by_question_whatever_the_spacing(tmp_path):
     assert result["conflicting_references"] == 1
 
 
-@pytest.mark.parametrize("name, text", [
-    ("a.jsonl", '{"question": "Q", "output": "5"}\n\n{"question": "R", "output": "6"}\n'),
-    ("a.txt", '{"question": "Q", "output": "5"}\n{"question": "R", "output": "6"}'),
-    ("a.json", '[{"query": "Q", "response": "5"},\n {"problem": "R", "generation": "6"}]'),
-    ("a.json", '\ufeff{"generations": [{"question": "Q", "generations": "5"},'
-               '{"question": "R", "generations": "6"}], "gen_length": 128, "rate": 0.1}'),
-    ("a.json", '{\n "generations": [\n {"prompt": "Q", "outputs": ["5"]},\n'
-               ' {"prompt": "R", "outputs": ["6"]}\n]\n}'),
-])
-def test_all_formats_read_alike(tmp_path, name, text):
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8")
-    outputs, header, unused = read_outputs(path, "gsm8k")
-    assert [(o.question, o.text) for o in outputs] == [("Q", "5"), ("R", "6")]
-    assert unused == []
-    assert header == ({"gen_length": 128, "rate": "0.1"} if "gen_length" in text else {})
-
-
 def test_several_samples_count_once_per_question(tmp_path):
     file = lines(tmp_path / "o.jsonl",
                  {"question": "Q", "outputs": ["5", "6", "5", "5"], "ground_truth": 5},
@@ -129,19 +111,6 @@ def test_several_samples_count_once_per_question(tmp_path):
     assert (result["count"], result["outputs"]) == (2, 6)
     assert result["accuracy"] == (0.75 + 0.5) / 2
     assert [row["sample"] for row in rows(result)] == [0, 1, 2, 3, 0, 1]
-
-
-def test_references_of_the_three_shapes(tmp_path):
-    path = tmp_path / "d.json"
-    path.write_text(json.dumps([
-        {"question": "A", "answer": "1 + 1 = <<1+1=2>>2\n#### 2,000"},
-        {"query": "B", "response": "so\n#### 3\nThe answer is: 3", "type": "GSM_AnsAug"},
-    ]))
-    assert [ref for _, ref in read_references(path, "gsm8k").values()] == ["2,000", "3"]
-    lines(path, {"problem": "C", "solution": "$\\boxed{9}$ is it", "answer": "\\frac{1}{2}"},
-          {"problem": "D", "solution": "so $\\boxed{\\frac{3}{4}}$."})
-    assert [ref for _, ref in read_references(path, "math").values()] == [
-        "\\frac{1}{2}", "\\frac{3}{4}"]
 
 
 def test_a_model_is_decoded_before_scoring(tmp_path):
@@ -160,6 +129,11 @@ def test_a_model_is_decoded_before_scoring(tmp_path):
 
     with pytest.raises(ValueError, match="2 texts for 3 questions"):
         evaluate(EvaluateOptions("gsm8k", model=tmp_path / "m", data=data), decode)
+
+
+def test_a_limit_takes_the_first_outputs(five):
+    result = evaluate(EvaluateOptions("gsm8k", outputs=five, limit=2))
+    assert [row["question"] for row in rows(result)] == ["Q1", "Q2"]
 
 
 def test_results_are_replaced_by_the_same_settings_only(five, tmp_path):
@@ -182,20 +156,6 @@ def test_results_are_replaced_by_the_same_settings_only(five, tmp_path):
     assert foreign.read_text() == '{"mine": 1}'
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    path.write_text("old")
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(answer_files.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        answer_files.write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
-
-
 def test_scored_outputs_can_be_scored_again(five, tmp_path):
     first = evaluate(EvaluateOptions("gsm8k", outputs=five, save=tmp_path / "one.jsonl"))
     again = evaluate(EvaluateOptions("gsm8k", outputs=tmp_path / "one.jsonl"))
@@ -209,32 +169,6 @@ def test_the_table_shows_both_rules(five, capsys):
     for part in ("accuracy, ladder rule", "accuracy, strict rule", "50.00 %", "missing reference",
                  "answers from: boxed", "runs/evaluate/gsm8k-out-"):
         assert part in shown
-
-
-@pytest.mark.parametrize("name, text, message", [
-    ("a.jsonl", '{"question": "Q", "output": "5"}\n{"question": "Q", "outp', r"a.jsonl:2:\d+: not"),
-    ("a.json", '[{"question": "Q",\n "output" "5"}]', r"a.json:2:11: not valid JSON"),
-    ("a.json", '[{"question": "Q", "output": "5", "ground_truth": NaN}]', "NaN is no JSON value"),
-    ("a.json", "[]", "holds no records"),
-    ("a.jsonl", "", "holds no records"),
-    ("a.json", "3", "needs JSONL, a list, or an object"),
-    ("a.json", '{"items": []}', "needs JSONL, a list, or an object"),
-    ("a.json", '["text"]', "record 1 is a str, not an object"),
-    ("a.json", '[{"input": "Q", "output": "5"}]', "record 1 has no question: .* has input, output"),
-    ("a.json", '[{"question": "Q", "text": "5"}]', "record 1 has no output: .* has question, text"),
-    ("a.json", '[{"question": "Q", "output": [5]}]', "field output must be text"),
-    ("a.json", '[{"question": "Q", "outputs": []}]', "field outputs must be text"),
-    ("a.json", '[{"question": 4, "output": "5"}]', "must be a question's text"),
-    ("a.json", '[{"question": "Q", "output": "5", "answer": [1]}]', "reference must be text"),
-    ("a.json", '[{"question": "Q", "output": "5", "answer": "x^2"}]', "is no number; .* math"),
-    ("a.json", '[{"question": "Q", "output": "5", "truth": 5}]',
-     r"no references \(fields not read: truth\): give --data"),
-])
-def test_bad_output_files_get_one_clear_sentence(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        evaluate(EvaluateOptions("gsm8k", outputs=tmp_path / name))
-    assert not (tmp_path / "runs").exists()
 
 
 def test_bad_calls_get_one_clear_sentence(five, tmp_path):
@@ -299,17 +233,6 @@ def test_compare_pairs_by_question(tmp_path):
         compare(lines(tmp_path / "d.jsonl", {"question": "Q", "output": "5"}), second)
     with pytest.raises(ValueError, match="share no scored question"):
         compare(lines(tmp_path / "e.jsonl", {"question": "X", "correct": True}), second)
-
-
-def test_question_key_ignores_spelling_only():
-    assert question_key(" A\u00a0\u201cb\u201d\n c\u2019s ") == question_key("A \"b\" c's")
-    assert question_key("2 hens") != question_key("3 hens")
-
-
-def test_sympy_stays_out_of_this_process():
-    code = ("import sys, bwsft.scoring, bwsft.math_equality\n"
-            "assert not {'sympy', 'math_verify'} & set(sys.modules)")
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @needs_data

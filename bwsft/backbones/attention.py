@@ -1,14 +1,17 @@
 """Full bidirectional attention over packed rows, and half-rotation RoPE.
 
 T packed tokens, S sequences, L the longest of them, H heads, K key/value heads, E head width.
-A model builds one :class:`AttentionLayout` per forward and hands it down its layers, so that no
-layer reads a length back from the device.
+A model builds one layout per forward and hands it down its layers, so that no layer reads a
+length back from the device. :class:`AttentionLayout` is for whole sequences, and may record their
+keys and values in a context cache; :class:`ActiveLayout` is for a few rows of each sequence
+against such a cache (bwsft/context.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +28,8 @@ class AttentionLayout:
 
     ``slots`` [T] is each row's place in the padded [S * L] grid, None where the rows fill the grid
     in order. ``mask`` is boolean and broadcasts to [S, 1, L, L], True where attention is allowed.
-    With ``kernel`` (a varlen function) rows stay packed, and slots and mask are unused.
+    With ``kernel`` (a varlen function) rows stay packed, and slots and mask are unused. ``record``
+    is a context cache that takes the keys and values of every layer, ``cache_slots`` [T] where.
     """
 
     num_sequences: int
@@ -34,6 +38,40 @@ class AttentionLayout:
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     kernel: Callable | None = None
+    record: Any = None
+    cache_slots: Tensor | None = None
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
+    ) -> Tensor:
+        """As :func:`attend`; with ``width`` the queries are a rectangle [S * width, H, E]."""
+        if self.record is not None:
+            self.record.write(layer, self.cache_slots, k, v)
+        return attend(q, k, v, self, width)
+
+
+@dataclass(frozen=True)
+class ActiveLayout:
+    """A rectangle of rows [S * W, ...] against a context cache: they write their keys and values
+    into the flat slots ``cache_slots`` [S * W] and attend to all that ``mask`` [S, 1, 1, slots]
+    shows (None: to the first ``visible`` slots of every sequence)."""
+
+    cache: Any
+    cache_slots: Tensor
+    num_sequences: int
+    mask: Tensor | None
+    visible: int
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
+    ) -> Tensor:
+        """As :meth:`AttentionLayout.attend`."""
+        keys, values = self.cache.write(layer, self.cache_slots, k, v)
+        keys, values = (x[:, : self.visible].transpose(1, 2) for x in (keys, values))
+        q = q.unflatten(0, (self.num_sequences, -1)).transpose(1, 2)  # [S, H, W, E]
+        keys, values = _match_heads(q, keys, values, dim=1)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 def packed_layout(
@@ -106,24 +144,42 @@ def varlen_kernel(
     return varlen_attn
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, width: int | None = None
+) -> Tensor:
     """Softmax attention, scale 1/sqrt(E). q [T, H, E], k and v [T, K, E] -> [T, H, E].
 
-    A sequence gives the same rows alone as in a batch up to the summation order of the kernel:
-    below 1e-12 relative in float64, a few ulp of the dtype otherwise. Padding adds exact zeros.
+    With ``width`` q holds that many rows of every sequence, [S * width, H, E]. A sequence gives
+    the same rows alone as in a batch up to the summation order of the kernel: below 1e-12 relative
+    in float64, a few ulp of the dtype otherwise. Padding adds exact zeros.
     """
-    if k.size(1) != q.size(1):
-        # Written out rather than left to the kernels: torch 2.11's varlen attention and the
-        # memory-efficient kernel (masked float32 on CUDA) have no grouped heads.
-        groups = q.size(1) // k.size(1)
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    k, v = _match_heads(q, k, v, dim=1)
     if layout.kernel is not None:
         cu, longest = layout.cu_seqlens, layout.max_length
-        return layout.kernel(q, k, v, cu, cu, longest, longest)
-    q, k, v = (_to_grid(x, layout) for x in (q, k, v))
+        if width is None:
+            return layout.kernel(q, k, v, cu, cu, longest, longest)
+        cu_q = torch.arange(layout.num_sequences + 1, device=cu.device, dtype=cu.dtype) * width
+        return layout.kernel(q, k, v, cu_q, cu, width, longest)
+    k, v = (_to_grid(x, layout) for x in (k, v))
+    if width is None:
+        out = F.scaled_dot_product_attention(_to_grid(q, layout), k, v, attn_mask=layout.mask)
+        out = out.transpose(1, 2).flatten(0, 1)  # [S * L, H, E]
+        return out if layout.slots is None else out.index_select(0, layout.slots)
+    if layout.mask is not None and layout.mask.size(2) != 1:
+        raise ValueError("a mask that differs between queries needs all rows as queries")
+    q = q.unflatten(0, (-1, width)).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask)
-    out = out.transpose(1, 2).flatten(0, 1)  # [S * L, H, E]
-    return out if layout.slots is None else out.index_select(0, layout.slots)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _match_heads(q: Tensor, k: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Repeat key/value heads until there are as many as query heads."""
+    groups = q.size(dim) // k.size(dim)
+    if groups == 1:
+        return k, v
+    # Written out rather than left to the kernels: torch 2.11's varlen attention and the
+    # memory-efficient kernel (masked float32 on CUDA) have no grouped heads.
+    return k.repeat_interleave(groups, dim=dim), v.repeat_interleave(groups, dim=dim)
 
 
 def _to_grid(x: Tensor, layout: AttentionLayout) -> Tensor:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from bwsft_kernels import linear_cross_entropy
 from torch import Tensor, nn
+
+from bwsft.context import Context, ContextCache, Span
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Backbone(nn.Module):
     """A Hugging Face model, possibly wrapped by peft, behind the one entry of a training step.
 
     Head and loss live inside :meth:`forward`, so that the hooks of DDP and FSDP see the whole
-    step. A family implements :meth:`hidden_states`, :meth:`head` and
-    :meth:`set_gradient_checkpointing`.
+    step. A family implements :meth:`hidden_states`, :meth:`active_hidden_states`,
+    :meth:`new_cache`, :meth:`head` and :meth:`set_gradient_checkpointing`.
     """
 
     def __init__(self, model: nn.Module, family: Family):
@@ -53,17 +56,34 @@ class Backbone(nn.Module):
         ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor,
-        context: Any = None,
+        context: ContextCache | None = None,
         *,
         max_length: int | None = None,
+        wanted: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Packed ids [T] -> [T, D] after the final norm.
 
         ``cu_seqlens`` [S + 1] holds the sequences' boundaries, ``position_ids`` [T] each token's
-        position. ``max_length``, the longest sequence where the caller knows it, saves a host
-        read on CUDA. ``ValueError`` for a sequence beyond ``family.max_positions``, and on a CPU
-        for an id or position out of range (on CUDA the embedding asserts on the device).
+        position. ``context`` takes the keys and values of every layer. ``max_length``, the longest
+        sequence where the caller knows it, saves a host read on CUDA. ``wanted`` [S, W]: only
+        these rows come out, [S * W, D], and the last layer runs for them alone. ``mask``, boolean
+        [S, 1, L, L], says which key (last) a query may see. ``ValueError`` for a sequence beyond
+        ``family.max_positions``, and on a CPU for an id or position out of range (on CUDA the
+        embedding asserts on the device).
         """
+        raise NotImplementedError
+
+    def active_hidden_states(
+        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Rows of a span, ids [S, W], against the cached context -> [S * W, D] after the final
+        norm. Without gradients their keys and values stay in the cache. ``wanted`` [S, W']:
+        indices into the S * W rows, as in :meth:`hidden_states`."""
+        raise NotImplementedError
+
+    def new_cache(self, num_sequences: int, length: int) -> ContextCache:
+        """An empty context cache for sequences of at most ``length`` positions."""
         raise NotImplementedError
 
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +104,12 @@ class Backbone(nn.Module):
         return rows if shift == 0 else (rows - shift).clamp_min(0)
 
     def forward(
-        self, batch: Any, rows: Tensor, target: Tensor, row_weight: Tensor, context: Any = None
+        self,
+        batch: Any,
+        rows: Tensor | None,
+        target: Tensor | None,
+        row_weight: Tensor | None,
+        context: Context | None = None,
     ) -> Tensor:
         """Weighted sum of cross-entropies over the loss rows, a float32 scalar.
 
@@ -92,23 +117,54 @@ class Backbone(nn.Module):
         [S + 1]; ``rows`` [N] are flat indices into ``ids``, ``target`` [N] the clean tokens (-100
         on the tail) and ``row_weight`` [N] the weights (0 on the tail). Rows are gathered before
         the head, so its cost follows N and not T.
+
+        ``context`` names the span that holds the loss rows: the last layer then runs for it alone,
+        and with a cache all layers do. ``rows`` None is the context pass, which fills that cache.
         """
-        hidden = self.hidden_states(
-            batch.ids,
-            batch.position_ids,
-            batch.cu_seqlens,
-            context,
-            max_length=getattr(batch, "max_length", None),
-        )
+        if rows is None:
+            self.fill(batch, context.cache)
+            return torch.zeros((), device=batch.ids.device)
+        hidden, index = self._rows_of(batch, self.predicting_rows(rows), context)
         weight, bias = self.head()
         return linear_cross_entropy(
-            hidden.index_select(0, self.predicting_rows(rows)),
+            hidden.index_select(0, index),
             weight,
             target,
             linear_bias=bias,
             reduction="sum",
             row_weight=row_weight,
             softcap=self.family.softcap,
+        )
+
+    def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+        """(hidden states, where the predicting rows stand in them)."""
+        packed = (batch.ids, batch.position_ids, batch.cu_seqlens)
+        longest = getattr(batch, "max_length", None)
+        mask = getattr(batch, "mask", None)
+        if context is None:
+            return self.hidden_states(*packed, max_length=longest, mask=mask), rows
+        span = context.span.shifted(self.family.logit_shift)
+        index = span.index_of(rows, batch.cu_seqlens)
+        flat = span.flat(batch.cu_seqlens)
+        if context.cache is None:
+            return self.hidden_states(*packed, max_length=longest, wanted=flat), index
+        return self.active_hidden_states(batch.ids[flat], span, context.cache), index
+
+    @torch.no_grad()
+    def fill(self, batch: Any, cache: ContextCache, wanted: Tensor | None = None) -> Tensor:
+        """Context pass: store every row's keys and values and show them all. Returns hidden states
+        as :meth:`hidden_states`."""
+        lengths = batch.cu_seqlens.diff()
+        longest = getattr(batch, "max_length", None)
+        even = longest is not None and longest * (len(lengths)) == batch.ids.numel()
+        cache.show(longest if even else lengths.long())
+        return self.hidden_states(
+            batch.ids,
+            batch.position_ids,
+            batch.cu_seqlens,
+            cache,
+            max_length=longest,
+            wanted=wanted,
         )
 
 

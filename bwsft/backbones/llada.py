@@ -8,6 +8,7 @@ are those of the official checkpoints, so no conversion happens on the way in or
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
-from .attention import packed_layout, padded_layout, varlen_kernel
+from bwsft.context import CacheShape, ContextCache, Span
+
+from .attention import ActiveLayout, packed_layout, padded_layout, varlen_kernel
 from .base import Backbone, Family, check_ids, check_positions
 from .llada_config import LladaConfig
 from .llada_layers import LladaModel, LladaRMSNorm
@@ -97,20 +100,50 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor,
+        context: ContextCache | None = None,
+        *,
         max_length: int | None = None,
+        wanted: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`bwsft.backbones.base.Backbone.hidden_states`."""
         check_ids(ids, self.config.vocab_size)
         x = self.model.transformer["wte"](ids)  # [T, D]
-        kernel = varlen_kernel(
-            x.device,
-            torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype,
-            self.config.head_dim,
-            self.config._attn_implementation,
-        )
+        kernel = None
+        if mask is None:
+            kernel = varlen_kernel(
+                x.device, compute_dtype(x), self.config.head_dim, self.config._attn_implementation
+            )
         layout = packed_layout(cu_seqlens, max_length, kernel)
         check_positions(layout.max_length, position_ids, self.config.max_sequence_length)
-        return self.model(x, position_ids, layout)
+        if mask is not None:
+            layout = replace(layout, mask=mask)
+        if context is not None:
+            starts = torch.repeat_interleave(
+                torch.arange(len(cu_seqlens) - 1, device=ids.device),
+                cu_seqlens.diff().long(),
+                output_size=len(ids),
+            )
+            slots = starts * (context.length + 1) + position_ids
+            layout = replace(layout, record=context, cache_slots=slots)
+        return self.model(x, position_ids, layout, wanted)
+
+    def active_hidden_states(
+        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`bwsft.backbones.base.Backbone.active_hidden_states`."""
+        positions = span.positions()
+        check_ids(ids, self.config.vocab_size)
+        mask = cache.mask()
+        layout = ActiveLayout(
+            cache=cache,
+            cache_slots=cache.slots(positions, span.repeats()),
+            num_sequences=len(ids),
+            mask=mask,
+            visible=cache.even if mask is None else cache.length + 1,
+        )
+        x = self.model.transformer["wte"](ids.flatten())
+        return self.model(x, positions.flatten(), layout, wanted)
 
     def _init_weights(self, module: nn.Module) -> None:
         """``normal``: N(0, init_std). ``mitchell`` (OLMo's default, which LLaDA trained from):
@@ -133,21 +166,27 @@ def _refuse_options(options: dict[str, Any]) -> None:
             raise ValueError(f"LLaDA's forward does not support {name}={value!r}")
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matmuls on ``x`` here: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class LladaBackbone(Backbone):
     """The trainer's and sampler's view of a :class:`LladaForMaskedDiffusion`."""
 
-    def hidden_states(
-        self,
-        ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        context: Any = None,
-        *,
-        max_length: int | None = None,
-    ) -> Tensor:
-        if context is not None:
-            raise ValueError("LladaBackbone has no context cache yet: pass context=None")
-        return self.base_model.packed_hidden_states(ids, position_ids, cu_seqlens, max_length)
+    def hidden_states(self, *args: Any, **options: Any) -> Tensor:
+        return self.base_model.packed_hidden_states(*args, **options)
+
+    def active_hidden_states(self, *args: Any, **options: Any) -> Tensor:
+        return self.base_model.active_hidden_states(*args, **options)
+
+    def new_cache(self, num_sequences: int, length: int) -> ContextCache:
+        config = self.base_model.config
+        shape = CacheShape(config.n_layers, config.num_kv_heads, config.head_dim)
+        weight = self.base_model.get_input_embeddings().weight
+        like = torch.empty((), dtype=compute_dtype(weight), device=weight.device)
+        return ContextCache.allocate(shape, num_sequences, length, like)
 
     def head(self) -> tuple[Tensor, None]:
         module = self.base_model.model.head_module

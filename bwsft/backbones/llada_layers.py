@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import AttentionLayout, attend, rope_tables, rotate
+from .attention import ActiveLayout, AttentionLayout, rope_tables, rotate
 from .llada_config import LladaConfig
 
 
@@ -36,7 +36,7 @@ class LladaBlock(nn.Module):
 
     def __init__(self, config: LladaConfig, layer: int):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.layer, self.head_dim = layer, config.head_dim
         width, kv_width = config.d_model, config.num_kv_heads * config.head_dim
         linear = partial(nn.Linear, bias=False)
         self.attn_norm = LladaRMSNorm(width, config.rms_norm_eps)
@@ -66,11 +66,23 @@ class LladaBlock(nn.Module):
         normed = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(normed)) * self.up_proj(normed))
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layout: AttentionLayout) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        layout: AttentionLayout | ActiveLayout,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Rows [T, D] -> [T, D], or with ``wanted`` [S, W] (indices of rows) -> [S * W, D]: keys
+        and values of all rows, everything else of the wanted ones."""
         normed = self.attn_norm(x)
-        q = self.queries(normed, rope)
         k, v = self.keys_values(normed, rope)
-        x = x + self.attn_out(attend(q, k, v, layout).flatten(1))
+        width = None
+        if wanted is not None:
+            width = wanted.size(1)
+            x, normed, *rope = (t.index_select(0, wanted.flatten()) for t in (x, normed, *rope))
+        q = self.queries(normed, rope)
+        x = x + self.attn_out(layout.attend(self.layer, q, k, v, width).flatten(1))
         return self.feed_forward(x)
 
 
@@ -99,14 +111,26 @@ class LladaModel(nn.Module):
         tied = "ff_out" not in self.transformer
         return self.transformer["wte" if tied else "ff_out"]
 
-    def forward(self, x: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
-        """Embedded rows [T, D], positions [T] -> rows after the final norm [T, D]."""
+    def forward(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        layout: AttentionLayout | ActiveLayout,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Embedded rows [T, D], positions [T] -> rows after the final norm [T, D].
+
+        With ``wanted`` [S, W] only those rows come out, [S * W, D]: the last layer then runs its
+        queries, output projection and MLP for them alone, which changes no number.
+        """
         rope = rope_tables(position_ids, self.head_dim, self.rope_theta, x.dtype)
-        for block in self.transformer["blocks"]:
+        blocks = self.transformer["blocks"]
+        for block in blocks:
+            rows = wanted if block is blocks[-1] else None
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = self._gradient_checkpointing_func(block, x, rope, layout)
+                x = self._gradient_checkpointing_func(block, x, rope, layout, rows)
             else:
-                x = block(x, rope, layout)
+                x = block(x, rope, layout, rows)
         return self.transformer["ln_f"](x)
 
     def logits(self, hidden: Tensor) -> Tensor:

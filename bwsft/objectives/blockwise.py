@@ -56,7 +56,8 @@ def choose_blocks(batch, spec: MaskSpec, order: str) -> Tensor | None:
     if order == "sequential":
         return turn
     traversal = batch.visits // blocks
-    width = int(blocks.max())
+    # A bound that the host knows: reading the largest M would wait for the device.
+    width = batch.max_length // spec.block_size + 1
     index = torch.arange(width, device=blocks.device)
     words = philox_u24(
         index[None],
@@ -65,16 +66,16 @@ def choose_blocks(batch, spec: MaskSpec, order: str) -> Tensor | None:
         seed=spec.seed,
         stream=Stream.BLOCK,
     )
-    words = words.masked_fill(index[None] >= blocks[:, None], 1 << 24)  # [S, M], absent last
+    words = words.masked_fill(index[None] >= blocks[:, None], 1 << 24)  # absent blocks last
     ranked = words.argsort(dim=1, stable=True)
     return ranked.gather(1, turn[:, None]).squeeze(1)
 
 
 def num_blocks(batch, spec: MaskSpec) -> Tensor:
     """Blocks of each response [S], at least 1."""
-    first = batch.prompt_lengths if spec.block_origin == "absolute" else 0
-    offset = first % spec.block_size if spec.block_origin == "absolute" else 0
-    return ((batch.response_lengths + offset + spec.block_size - 1) // spec.block_size).clamp(min=1)
+    size = spec.block_size
+    into = batch.prompt_lengths % size if spec.block_origin == "absolute" else 0
+    return ((into + batch.response_lengths + size - 1) // size).clamp(min=1)
 
 
 def corrupt(batch, spec: MaskSpec, order: str = "uniform"):

@@ -1,10 +1,14 @@
 """Held-out blockwise NELBO: the common yardstick of every objective, in nats per response token.
 
 For a block of n tokens the any-order bound is sum over l = 1..n of (1/l) E[sum of CE over a random
-masked set of size l], so mean CE at a count l ~ U{1..n} is unbiased for the bound per token, with
-far less variance than Bernoulli masks at 1/pi. Every block of an example gets `draws` counts,
-stratified over 1..n (LLaDA's likelihood evaluation does the same for whole responses). All draws
-are functions of (seed, example, block, draw): curves of different runs compare.
+masked set of size l], so n times the mean CE at a count l ~ U{1..n} is unbiased for it, with far
+less variance than Bernoulli masks at 1/pi (objectives.md 2.2; LLaDA's likelihood evaluation does
+the same for whole responses). A state masks l tokens of one block, whose chance is its share of
+the response, so its mean CE is unbiased for the bound per token, end token and fill included.
+
+An example gets `draws` states, spread evenly over its blocks: the cost is draws forwards however
+many blocks a response has (all blocks of a 256-token canvas at B 8 would be 32). The draws are
+functions of (seed, example, state) alone: curves of different runs compare.
 """
 
 from __future__ import annotations
@@ -16,80 +20,74 @@ import torch
 from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 
-from bwsft.objectives.blockwise import num_blocks
-
 # Draw numbers of the evaluation lie far above those of training visits.
 FIRST_DRAW = 1 << 31
+# 2^24 / golden ratio. With block choices 1/draws apart and counts this far apart, the pairs (block,
+# count) of an example cover the square evenly for any number of draws.
+GOLDEN24 = 10368889
 
 
-def block_states(batch, spec, draws: int) -> Iterator[tuple]:
-    """Yield (noisy batch, rows, target, weight) for every block index and draw of a batch.
+def masked_states(batch, spec, draws: int) -> Iterator[tuple]:
+    """Yield (noisy batch, rows [N], target [N], weight [N] fp32), `draws` times.
 
-    Row weights are 1/l times the block's share of the response, so that the sums over all
-    blocks, divided by `draws` and the number of sequences, are nats per response token.
+    The weights are 1/l: they sum to 1 per sequence, and the weighted sum of CE over the rows,
+    divided by the number of sequences, estimates nats per response token.
     """
-    starts = batch.cu_seqlens[:-1].long()
     lengths = batch.cu_seqlens.diff().long()
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=starts.device), lengths)
-    position = batch.position_ids
-    inside = position - batch.prompt_lengths[owner]
-    grid = position if spec.block_origin == "absolute" else inside
-    first = batch.prompt_lengths if spec.block_origin == "absolute" else 0 * batch.prompt_lengths
-    block_of = grid // spec.block_size - (first // spec.block_size)[owner]
-    response = (inside >= 0) & (inside < batch.response_lengths[owner])
-    for block in range(int(num_blocks(batch, spec).max())):
-        active = response & (block_of == block)
-        hidden = response & (block_of > block)
-        size = torch.zeros_like(lengths).index_add_(0, owner, active.long())
-        for draw in range(draws):
-            count = _counts(batch, size, block, draw, draws, spec.seed)
-            marked = _smallest(batch, active, owner, position, count, block * draws + draw, spec)
-            ids = batch.ids.masked_fill(marked | hidden, spec.mask_id)
-            rows = marked.nonzero().squeeze(1)
-            share = size / batch.response_lengths.clamp(min=1)
-            weight = (share / count.clamp(min=1))[owner[rows]].float()
-            yield dataclasses.replace(batch, ids=ids), rows, batch.ids[rows], weight
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    position, end = batch.position_ids, batch.prompt_lengths + batch.response_lengths
+    for draw in range(draws):
+        start, stop = _active_block(batch, spec, _shifted(batch, spec, Stream.BLOCK, draw, draws))
+        count = 1 + (_shifted(batch, spec, Stream.RATE, draw, None) * (stop - start) >> 24)
+        active = (position >= start[owner]) & (position < stop[owner])
+        suffix = (position >= stop[owner]) & (position < end[owner])
+        marked = _smallest(batch, spec, draw, owner, active, count)
+        rows = marked.nonzero().squeeze(1)
+        noisy = batch.ids.masked_fill(marked | suffix, spec.mask_id)
+        weight = (1 / count[owner[rows]]).float()
+        yield dataclasses.replace(batch, ids=noisy), rows, batch.ids[rows], weight
 
 
-def _counts(batch, size: Tensor, block: int, draw: int, draws: int, seed: int) -> Tensor:
-    """Masked tokens [S] of this draw: u in [0, 1) shifted by draw/draws, mapped on 1..size."""
-    word = philox_u24(
-        torch.full_like(batch.sample_ids, block),
-        torch.full_like(batch.sample_ids, FIRST_DRAW),
-        batch.sample_ids,
-        seed=seed,
-        stream=Stream.RATE,
-    )
-    shifted = (word + (draw << 24) // draws) % (1 << 24)
-    return 1 + (shifted * size >> 24)
+def _shifted(batch, spec, stream: Stream, draw: int, draws: int | None) -> Tensor:
+    """u24 [S] of state `draw`: one word per example, moved on by 1/draws or by the golden ratio."""
+    word = philox_u24(0, FIRST_DRAW, batch.sample_ids, seed=spec.seed, stream=stream)
+    return (word + (draw * GOLDEN24 if draws is None else (draw << 24) // draws)) % (1 << 24)
 
 
-def _smallest(batch, active, owner, position, count, draw: int, spec) -> Tensor:
+def _active_block(batch, spec, u24: Tensor) -> tuple[Tensor, Tensor]:
+    """(start, stop), positions [S] of the block that holds response token floor(u * length)."""
+    prompt, length = batch.prompt_lengths, batch.response_lengths
+    origin = prompt - prompt % spec.block_size if spec.block_origin == "absolute" else prompt
+    token = prompt + (u24 * length >> 24)
+    start = origin + (token - origin) // spec.block_size * spec.block_size
+    return torch.maximum(start, prompt), torch.minimum(start + spec.block_size, prompt + length)
+
+
+def _smallest(batch, spec, draw: int, owner, active, count) -> Tensor:
     """Mask [T] of the `count` active positions with the smallest words of their sequence."""
     word = philox_u24(
-        position,
-        torch.full_like(position, FIRST_DRAW + draw),
+        batch.position_ids,
+        FIRST_DRAW + draw,
         batch.sample_ids[owner],
         seed=spec.seed,
         stream=Stream.MARKS,
     )
     # Sort by (sequence, active first, word, position): the first `count` of each sequence win.
-    key = (owner * 2 + (~active).long()) * (1 << 24) + word
-    ranked = key.argsort(stable=True)
+    ranked = ((owner * 2 + (~active).long()) * (1 << 24) + word).argsort(stable=True)
     rank = torch.empty_like(ranked)
     rank[ranked] = torch.arange(len(ranked), device=ranked.device)
     return active & (rank - batch.cu_seqlens[:-1].long()[owner] < count[owner])
 
 
 @torch.no_grad()
-def blockwise_nelbo(score: Callable[..., Tensor], batches, spec, draws: int = 2) -> float:
+def blockwise_nelbo(score: Callable[..., Tensor], batches, spec, draws: int) -> float:
     """Nats per response token, averaged over the sequences of `batches`.
 
-    score(noisy batch, rows [N], target [N], weight [N] fp32) returns the weighted sum of CE.
+    score(noisy batch, rows [N], target [N], weight [N]) returns the weighted sum of CE. Of `spec`
+    (MaskSpec) it takes block size and origin, mask id and seed.
     """
-    total, sequences = 0.0, 0
+    sums, sequences = [], 0
     for batch in batches:
         sequences += len(batch.sample_ids)
-        for state in block_states(batch, spec, draws):
-            total += float(score(*state))
-    return total / (draws * max(sequences, 1))
+        sums += [score(*state).double() for state in masked_states(batch, spec, draws)]
+    return float(torch.stack(sums).sum()) / (draws * sequences)

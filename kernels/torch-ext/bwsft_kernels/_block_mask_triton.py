@@ -90,7 +90,7 @@ def _choose_block(seq, inside, sequences, key, PLAN: tl.constexpr):
     length = tl.where(blocks > 0, length, 0)
     factor = inverse_rho
     if not PLAN.sum_blocks:
-        factor = inverse_rho / blocks.to(tl.float64)
+        factor = inverse_rho / tl.maximum(blocks, 1).to(tl.float64)
     return index, start, length, factor
 
 
@@ -162,12 +162,15 @@ def _list_rows(
         slot = before[:, None] + tl.cumsum(ones, axis=1) - ones
         found += tl.sum(count, axis=0)
 
-        denominator = count.to(tl.float64)
+        denominator = count
+        scale = 1.0
         if PLAN.weight == "flat":
-            denominator = length.to(tl.float64)
+            denominator = length
         if PLAN.weight == "rate":
-            denominator = (rate24 * length).to(tl.float64) * (1.0 / 16777216.0)
-        weight = (factor / denominator).to(tl.float32)
+            denominator = rate24 * length
+            scale = 16777216.0
+        # fp64, as in torch: one rounding, so the weights are the same bits too.
+        weight = (factor * scale / tl.maximum(denominator, 1).to(tl.float64)).to(tl.float32)
         row_start = tl.load(sequences[0] + seq, mask=inside, other=0)
         row = (row_start + start)[:, None] + tl.arange(0, BLOCK_B)[None, :]
         tl.store(rows_out[0] + slot, row, mask=marks)

@@ -18,7 +18,7 @@ def on_device(tensor):
 
 @triton.jit
 def philox_words(position, draw, low, high, key_low, key_high):
-    """The four words of Philox4x32-10 as uint32; every argument holds uint32 or int32 values."""
+    """The four words of Philox4x32-10 as uint32; of each argument the low 32 bits count."""
     return tl.philox_impl(
         position.to(tl.uint32),
         draw.to(tl.uint32),
@@ -87,13 +87,12 @@ def soft_cap(x, CAP: tl.constexpr):
     """CAP * tanh(x / CAP); CAP 0 leaves x alone."""
     if CAP == 0.0:
         return x
-    y = tl.abs(x) / CAP
-    # 1 - exp(-2y) cancels for small y; five terms of the series are exact to 1e-8 below 1/4.
+    y = x * (1.0 / CAP)
     s = y * y
-    series = 1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835))))
-    decay = tl.exp(-2.0 * y)
-    y = CAP * tl.where(y < 0.25, y * series, (1.0 - decay) / (1.0 + decay))
-    return tl.where(x < 0, -y, y)
+    # 1 - 2 / (exp(2y) + 1) cancels for small y; the series to y^13 is exact to 1e-7 below 1/2.
+    series = 62 / 2835 + s * (-1382 / 155925 + s * (21844 / 6081075))
+    series = y * (1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * series))))
+    return CAP * tl.where(s < 0.25, series, 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
 
 
 @triton.jit
@@ -111,7 +110,6 @@ def logits_tile(
     CAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """fp32 logits [rows, cols] of x [N, D] and w [V, D]; rows and columns past the end repeat
@@ -128,8 +126,24 @@ def logits_tile(
         else:
             x = tl.load(x_rows + d[None, :], mask=d[None, :] < D, other=0.0)
             w = tl.load(w_cols + d[:, None], mask=d[:, None] < D, other=0.0)
-        logits = tl.dot(x, w, logits, input_precision=PRECISION)
+        logits = tl.dot(x, w, logits, input_precision="ieee")
     if HAS_BIAS:
         bias = tl.load(bias_ptr + tl.minimum(cols, V - 1))
         logits += bias.to(tl.float32)[None, :]
     return soft_cap(logits, CAP)
+
+
+@triton.jit
+def join_sums(top, total, mean, tops, sums, means):
+    """Fold the softmax parts [P, N] of some tiles into the running (top, total, mean) [N].
+
+    top is the largest logit z, total = sum exp(z - top), mean = sum exp(z - top) (z - top).
+    """
+    new_top = tl.maximum(top, tl.max(tops, axis=0))
+    # exp(-200) is 0 in fp32: an empty tile, whose top is -3e38, must not add 0 * inf.
+    drop = tl.maximum(top - new_top, -200.0)
+    drops = tl.maximum(tops - new_top[None, :], -200.0)
+    shrink, shrinks = tl.exp(drop), tl.exp(drops)
+    mean = shrink * (mean + drop * total) + tl.sum(shrinks * (means + drops * sums), axis=0)
+    total = shrink * total + tl.sum(shrinks * sums, axis=0)
+    return new_top, total, mean

@@ -9,11 +9,6 @@ import warnings
 import torch
 
 
-@functools.cache
-def _disabled(fn):
-    return torch.compiler.disable(fn)
-
-
 def graph_break(fn):
     """Make `fn` one graph break under torch.compile.
 
@@ -25,7 +20,7 @@ def graph_break(fn):
     def call(*args, **kwargs):
         if "torch._dynamo" not in sys.modules:
             return fn(*args, **kwargs)
-        return _disabled(fn)(*args, **kwargs)
+        return torch.compiler.disable(fn)(*args, **kwargs)
 
     return call
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ._device_triton import on_device
-from ._tuning import Tile, choose_splits, precision, tuned
+from ._tuning import Tile, choose_splits, tuned
 
 MERGE_BLOCK = 1024
 
@@ -26,7 +26,6 @@ def _grad_input_bwd_kernel(
     stride_g,
     stride_w,
     split_v,
-    PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -44,7 +43,7 @@ def _grad_input_bwd_kernel(
         g = tl.load(g_rows + v[None, :], mask=v[None, :] < V, other=0.0)
         w_rows = w_ptr + v.to(tl.int64)[:, None] * stride_w
         w = tl.load(w_rows + cols[None, :], mask=(v[:, None] < V) & (cols[None, :] < D), other=0.0)
-        grad = tl.dot(g, w, grad, input_precision=PRECISION)
+        grad = tl.dot(g, w, grad, input_precision="ieee")
     out = out_ptr + (split.to(tl.int64) * N + rows)[:, None] * D + cols[None, :]
     tl.store(out, grad, mask=(rows[:, None] < N) & (cols[None, :] < D))
 
@@ -58,3 +57,40 @@ def _grad_input_merge_kernel(parts_ptr, out_ptr, numel, K: tl.constexpr, BLOCK: 
         total += tl.load(parts_ptr + offs, mask=inside, other=0.0)
         parts_ptr += numel
     tl.store(out_ptr + offs, total, mask=inside)
+
+
+def grad_input(g, weight) -> torch.Tensor:
+    """g [N, V] @ weight [V, D] -> fp32 [N, D], the same bits in every run."""
+    g = g if g.stride(1) == 1 else g.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    size, hidden = len(g), weight.shape[1]
+    if size == 0:
+        return g.new_zeros(0, hidden, dtype=torch.float32)
+
+    def launch(tile):
+        return _launch(g, weight, tile)
+
+    with on_device(g):
+        return launch(tuned("grad_input", g, size, launch))
+
+
+def _launch(g, weight, tile: Tile):
+    (size, vocabulary), hidden = g.shape, weight.shape[1]
+    tiles = triton.cdiv(size, tile.rows) * triton.cdiv(hidden, tile.cols)
+    steps = triton.cdiv(vocabulary, tile.depth)
+    steps_per_split = triton.cdiv(steps, choose_splits(tile, tiles, steps, g.device))
+    splits = triton.cdiv(steps, steps_per_split)
+    parts = torch.empty(splits, size, hidden, dtype=torch.float32, device=g.device)
+    _grad_input_bwd_kernel[(tiles, splits)](
+        g, weight, parts, size, vocabulary, hidden, g.stride(0), weight.stride(0),
+        steps_per_split * tile.depth,
+        BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.depth,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+    )
+    if splits == 1:
+        return parts[0]
+    out = torch.empty_like(parts[0])
+    _grad_input_merge_kernel[(triton.cdiv(out.numel(), MERGE_BLOCK),)](
+        parts, out, out.numel(), K=splits, BLOCK=MERGE_BLOCK, num_warps=4, enable_fp_fusion=True
+    )
+    return out

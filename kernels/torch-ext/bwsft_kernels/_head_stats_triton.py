@@ -1,26 +1,47 @@
-"""Head statistics without logits in memory: x @ w.T stays in registers, one tile at a time.
+"""`linear_argmax` without logits in memory: x @ w.T stays in registers, one tile at a time.
 
 Every program makes one tile of logits and reduces it to a few numbers per row; a second kernel
 merges the tiles in a fixed order. No locks, no atomics: the same bits in every run.
 Letters: N rows, D hidden size, V vocabulary, P vocabulary tiles.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
 
-from ._device_triton import gumbel_tile, logits_tile, round_bf16
+from ._device_triton import gumbel_tile, join_sums, logits_tile, on_device, round_bf16
+from ._tuning import Tile, tuned
 
-# Slots of the partial results, fp32 [P, SLOTS, N]; TOP and SUM are the normaliser's, FIRST and
-# SECOND the two best candidates without noise, BEST the winner with noise, RAW its logit.
+# Slots of the partial results, fp32 [P, SLOTS, N]. TOP, SUM and MEAN belong to the softmax, FIRST
+# and SECOND are the two best candidates, BEST the one chosen (with noise) and RAW its logit.
 TOP = tl.constexpr(0)
 SUM = tl.constexpr(1)
-BEST = tl.constexpr(2)
-RAW = tl.constexpr(3)
-FIRST = tl.constexpr(4)
-SECOND = tl.constexpr(5)
-MEAN = tl.constexpr(6)
+MEAN = tl.constexpr(2)
+FIRST = tl.constexpr(3)
+SECOND = tl.constexpr(4)
+BEST = tl.constexpr(5)
+RAW = tl.constexpr(6)
 SLOTS = tl.constexpr(7)
+
+MERGE_TILES = 128
+MERGE_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The compile-time side of ArgmaxOptions."""
+
+    banned: tuple  # ids that leave choice and softmax
+    hidden_id: int  # the id that leaves the choice only, or -1
+    noise: bool
+    entropy: bool
+    margin: bool
+    softcap: float
+    round_bf16: bool
+    has_bias: bool
+    even_d: bool
 
 
 @triton.jit
@@ -36,7 +57,6 @@ def _head_stats_fwd_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
-    banned_ptr,
     noise_ptr,
     partial_ptr,
     token_ptr,
@@ -45,22 +65,12 @@ def _head_stats_fwd_kernel(
     D,
     stride_x,
     stride_w,
-    mask_id,
     temperature,
-    NUM_BANNED: tl.constexpr,
-    CAP: tl.constexpr,
-    FLAGS: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PLAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    HAS_BIAS: tl.constexpr = FLAGS[0]
-    ROUND: tl.constexpr = FLAGS[1]
-    NOISE: tl.constexpr = FLAGS[2]
-    ENTROPY: tl.constexpr = FLAGS[3]
-    MARGIN: tl.constexpr = FLAGS[4]
-    BLOCK_N: tl.constexpr = BLOCK[0]
-    BLOCK_V: tl.constexpr = BLOCK[1]
     # The row block runs fastest: its neighbours find the 1 MB tile of w in L2.
     row_blocks = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // row_blocks
@@ -68,13 +78,13 @@ def _head_stats_fwd_kernel(
     cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = logits_tile(
         x_ptr, w_ptr, bias_ptr, rows, cols, N, V, D, stride_x, stride_w,
-        CAP, HAS_BIAS, EVEN_D, PRECISION, BLOCK[2],
+        PLAN.softcap, PLAN.has_bias, PLAN.even_d, BLOCK_D,
     )
-    if ROUND:
+    if PLAN.round_bf16:
         logits = round_bf16(logits)
     allowed = cols < V
-    for i in tl.static_range(NUM_BANNED):
-        allowed = allowed & (cols != tl.load(banned_ptr + i))
+    for i in tl.static_range(len(PLAN.banned)):
+        allowed = allowed & (cols != PLAN.banned[i])
     logits = tl.where(allowed[None, :], logits, float("-inf"))
     row_in = rows < N
     out = partial_ptr + tile.to(tl.int64) * SLOTS * N + rows
@@ -84,21 +94,137 @@ def _head_stats_fwd_kernel(
     shifted = tl.exp(logits - top[:, None])
     tl.store(out + TOP * N, top, mask=row_in)
     tl.store(out + SUM * N, tl.sum(shifted, axis=1), mask=row_in)
-    if ENTROPY:
+    if PLAN.entropy:
         # exp(-200) is 0 in fp32, so excluded columns add 0 * -200 and not 0 * -inf.
         weighted = shifted * tl.maximum(logits - top[:, None], -200.0)
         tl.store(out + MEAN * N, tl.sum(weighted, axis=1), mask=row_in)
 
-    logits = tl.where((cols != mask_id)[None, :], logits, float("-inf"))
-    first, index = _first_max(logits)
-    if MARGIN:
-        others = tl.where(tl.arange(0, BLOCK_V)[None, :] == index[:, None], float("-inf"), logits)
-        tl.store(out + FIRST * N, first, mask=row_in)
-        tl.store(out + SECOND * N, tl.max(others, axis=1), mask=row_in)
-    if NOISE:
+    if PLAN.hidden_id >= 0:
+        logits = tl.where((cols != PLAN.hidden_id)[None, :], logits, float("-inf"))
+    best, index = _first_max(logits)
+    if PLAN.margin:
+        is_first = tl.arange(0, BLOCK_V)[None, :] == index[:, None]
+        second = tl.max(tl.where(is_first, float("-inf"), logits), axis=1)
+        tl.store(out + FIRST * N, best, mask=row_in)
+        tl.store(out + SECOND * N, second, mask=row_in)
+    if PLAN.noise:
         noised = logits + temperature * gumbel_tile(noise_ptr, rows, tile, N, BLOCK_V)
-        first, index = _first_max(noised)
-        chosen = tl.arange(0, BLOCK_V)[None, :] == index[:, None]
-        tl.store(out + RAW * N, tl.sum(tl.where(chosen, logits, 0.0), axis=1), mask=row_in)
-    tl.store(out + BEST * N, first, mask=row_in)
+        best, index = _first_max(noised)
+        is_best = tl.arange(0, BLOCK_V)[None, :] == index[:, None]
+        raw = tl.sum(tl.where(is_best, logits, 0.0), axis=1)
+        tl.store(out + RAW * N, raw, mask=row_in)
+    tl.store(out + BEST * N, best, mask=row_in)
     tl.store(token_ptr + tile.to(tl.int64) * N + rows, tile * BLOCK_V + index, mask=row_in)
+
+
+@triton.jit
+def _head_stats_merge_kernel(
+    partial_ptr,
+    part_token_ptr,
+    token_ptr,
+    numbers_ptr,
+    N,
+    P,
+    PLAN: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_in = rows < N
+    top = tl.full((BLOCK_N,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    mean = tl.zeros((BLOCK_N,), tl.float32)
+    first = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    second = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    best = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    raw = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    token = tl.zeros((BLOCK_N,), tl.int32)
+    for start in range(0, P, BLOCK_P):
+        tiles = start + tl.arange(0, BLOCK_P)
+        inside = (tiles < P)[:, None] & row_in[None, :]
+        part = partial_ptr + tiles.to(tl.int64)[:, None] * SLOTS * N + rows[None, :]
+        tops = tl.load(part + TOP * N, mask=inside, other=-3.0e38)
+        sums = tl.load(part + SUM * N, mask=inside, other=0.0)
+        means = sums
+        if PLAN.entropy:
+            means = tl.load(part + MEAN * N, mask=inside, other=0.0)
+        top, total, mean = join_sums(top, total, mean, tops, sums, means)
+        if PLAN.margin:
+            firsts = tl.load(part + FIRST * N, mask=inside, other=float("-inf"))
+            seconds = tl.load(part + SECOND * N, mask=inside, other=float("-inf"))
+            new = tl.max(firsts, axis=0)
+            # The runner-up of the winning tile stands in for its winner in the second round.
+            index = tl.argmax(firsts, axis=0)
+            is_first = tl.arange(0, BLOCK_P)[:, None] == index[None, :]
+            second = tl.maximum(second, tl.minimum(first, new))
+            second = tl.maximum(second, tl.max(tl.where(is_first, seconds, firsts), axis=0))
+            first = tl.maximum(first, new)
+        bests = tl.load(part + BEST * N, mask=inside, other=float("-inf"))
+        new = tl.max(bests, axis=0)
+        index = tl.argmax(bests, axis=0)
+        is_best = tl.arange(0, BLOCK_P)[:, None] == index[None, :]
+        tokens = part_token_ptr + tiles.to(tl.int64)[:, None] * N + rows[None, :]
+        new_token = tl.sum(tl.where(is_best, tl.load(tokens, mask=inside, other=0), 0), axis=0)
+        better = new > best  # not >=: the lower tile keeps a tie
+        token = tl.where(better, new_token, token)
+        new_raw = new
+        if PLAN.noise:
+            raws = tl.load(part + RAW * N, mask=inside, other=0.0)
+            new_raw = tl.sum(tl.where(is_best, raws, 0.0), axis=0)
+        raw = tl.where(better, new_raw, raw)
+        best = tl.where(better, new, best)
+    total = tl.where(row_in, total, 1.0)
+    tl.store(token_ptr + rows, token.to(tl.int64), mask=row_in)
+    tl.store(numbers_ptr + rows, tl.exp(raw - top) / total, mask=row_in)
+    if PLAN.entropy:
+        tl.store(numbers_ptr + N + rows, tl.log(total) - mean / total, mask=row_in)
+    if PLAN.margin:
+        margin = (tl.exp(first - top) - tl.exp(second - top)) / total
+        tl.store(numbers_ptr + 2 * N + rows, margin, mask=row_in)
+
+
+def head_argmax(x, weight, bias, options, noise):
+    """x [N, D], weight [V, D], bias [V] or None, noise [5, N] or None, linear_argmax's options
+    -> token [N] int64, confidence, entropy or None, margin or None [N] fp32."""
+    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+    size = len(x)
+    numbers = x.new_empty(3, size, dtype=torch.float32)
+    token = torch.empty(size, dtype=torch.int64, device=x.device)
+    plan = Plan(
+        banned=options.banned,
+        hidden_id=-1 if options.hidden_id is None else options.hidden_id,
+        noise=noise is not None,
+        entropy=options.entropy,
+        margin=options.margin,
+        softcap=0.0 if options.softcap is None else options.softcap,
+        round_bf16=options.round_bf16,
+        has_bias=bias is not None,
+        even_d=False,  # depends on the tile
+    )
+
+    def launch(tile):
+        _launch(x, weight, bias, noise, token, numbers, plan, options.temperature, tile)
+
+    if size > 0:
+        with on_device(x):
+            launch(tuned("noise" if plan.noise else "stats", x, size, launch))
+    confidence, entropy, margin = numbers
+    return token, confidence, entropy if plan.entropy else None, margin if plan.margin else None
+
+
+def _launch(x, weight, bias, noise, token, numbers, plan: Plan, temperature, tile: Tile):
+    (size, hidden), vocabulary = x.shape, len(weight)
+    tiles = triton.cdiv(vocabulary, tile.cols)
+    partial = numbers.new_empty(tiles, SLOTS.value, size)
+    part_token = token.new_empty(tiles, size, dtype=torch.int32)
+    plan = replace(plan, even_d=hidden % tile.depth == 0)
+    _head_stats_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
+        x, weight, x if bias is None else bias, token if noise is None else noise.contiguous(),
+        partial, part_token, size, vocabulary, hidden, x.stride(0), weight.stride(0), temperature,
+        PLAN=plan, BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+    )
+    _head_stats_merge_kernel[(triton.cdiv(size, MERGE_ROWS),)](
+        partial, part_token, token, numbers, size, tiles,
+        PLAN=plan, BLOCK_P=MERGE_TILES, BLOCK_N=MERGE_ROWS, num_warps=4, enable_fp_fusion=True,
+    )

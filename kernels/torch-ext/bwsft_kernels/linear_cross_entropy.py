@@ -8,7 +8,6 @@ Letters: T tokens of the batch, N loss rows, D hidden size, V vocabulary.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ._cross_entropy_rows import cross_entropy_rows_
 from ._dispatch import graph_break, triton_twin
@@ -94,24 +93,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _reduce(loss, rows, job, shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream):
-        rows, job = ctx.rows, ctx.job
-        if job.reduction == "none":
-            upstream = upstream.reshape(-1).index_select(0, rows.index).to(job.wide)
-            row_weight = rows.weight * upstream
-            needs = ctx.needs_input_grad[:3]
-            _, *grads = _sweep(*ctx.saved_tensors, rows, row_weight, job, needs)
-        else:
-            # Out of place: a second backward must find the saved gradients as they were.
-            grads = [None if g is None else g * upstream for g in ctx.saved_tensors]
-        grad_x, grad_weight, grad_bias = (
-            None if g is None else g.to(like[1]) for g, like in zip(grads, ctx.like, strict=True)
-        )
-        if grad_x is not None:
-            full = grad_x.new_zeros(ctx.like[0][0])
-            grad_x = full.index_copy_(0, rows.index, grad_x)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        with torch.no_grad():
+            grads = _gradients(ctx, upstream)
+        if torch.is_grad_enabled():  # create_graph=True
+            anchor = upstream.new_zeros(0).requires_grad_()
+            grads = [None if g is None else _NoSecondDerivative.apply(g, anchor) for g in grads]
+        return *grads, None, None, None
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity that raises when differentiated: without it a gradient penalty would do nothing."""
+
+    @staticmethod
+    def forward(ctx, grad, anchor):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        raise RuntimeError("linear_cross_entropy has no second derivative (double backward)")
+
+
+def _gradients(ctx, upstream):
+    """Gradients of input, weight and bias in their dtypes, None where not needed."""
+    rows, job = ctx.rows, ctx.job
+    if job.reduction == "none":
+        upstream = upstream.reshape(-1).index_select(0, rows.index).to(job.wide)
+        needs = ctx.needs_input_grad[:3]
+        _, *grads = _sweep(*ctx.saved_tensors, rows, rows.weight * upstream, job, needs)
+    else:
+        # Out of place: a second backward must find the saved gradients as they were.
+        grads = [None if grad is None else grad * upstream for grad in ctx.saved_tensors]
+    grads = [None if g is None else g.to(like[1]) for g, like in zip(grads, ctx.like, strict=True)]
+    if grads[0] is not None:
+        full = grads[0].new_zeros(ctx.like[0][0])
+        grads[0] = full.index_copy_(0, rows.index, grads[0])
+    return grads
 
 
 def _reduce(loss, rows: LossRows, job: LossOptions, shape):

@@ -1,0 +1,155 @@
+"""The context cache: keys and values of everything but the active block, for training and decoding.
+
+Attention over [context ; active rows] is split in two passes. A context pass runs the whole canvas
+and stores every layer's keys (after RoPE) and values in preallocated buffers. An active pass then
+runs only the rows of a span (one contiguous stretch per sequence), writes their keys and values
+into their own slots, and attends to whatever the cache shows. The four decoding modes and the two
+cached training modes differ only in when the buffers are filled, which span is active and which
+slots are visible:
+
+cached        context pass with the active block all [MASK]; span = active block; all slots visible
+prefix        as cached, but span = active block + suffix: the suffix is recomputed every step
+block_causal  buffers grow by one finished block at a time; slots behind the block are invisible
+exact with context_grad=False: as cached, but the context pass sees the noisy block itself
+
+S sequences, L slots, W rows of a span, K key/value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+MODES = ("exact", "cached", "block_causal")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One contiguous stretch of rows per sequence, as a rectangle.
+
+    Shorter stretches repeat their last row up to the width, so that the rectangle is full of
+    valid rows: a repeated row computes what its original computes, and writes to the spare slot.
+    """
+
+    start: Tensor  # [S] row-relative
+    length: Tensor  # [S], at least 1
+    width: int  # at least the longest length
+    even: bool = False  # the host knows that every length is the width
+
+    def positions(self) -> Tensor:
+        """Row-relative positions [S, W]."""
+        offset = torch.arange(self.width, device=self.start.device)
+        return self.start[:, None] + torch.minimum(offset[None], self.length[:, None] - 1)
+
+    def repeats(self) -> Tensor | None:
+        """True [S, W] where a row only fills the rectangle; None if none does."""
+        if self.even:
+            return None
+        offset = torch.arange(self.width, device=self.start.device)
+        return offset[None] >= self.length[:, None]
+
+    def flat(self, cu_seqlens: Tensor) -> Tensor:
+        """Indices [S, W] into packed rows with boundaries cu_seqlens [S + 1]."""
+        return cu_seqlens[:-1, None].long() + self.positions()
+
+    def index_of(self, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Place in the flattened rectangle [S * W] of packed rows [N] that lie in the span (any
+        valid place for a list's tail, whose rows lie outside and weigh nothing)."""
+        owner = torch.searchsorted(cu_seqlens[1:], rows, right=True)
+        offset = rows - cu_seqlens[owner] - self.start[owner]
+        return owner * self.width + offset.clamp(0, self.width - 1)
+
+    def shifted(self, shift: int) -> Span:
+        """The rows that predict the tokens of this span under a logit shift."""
+        return self if shift == 0 else replace(self, start=self.start - shift)
+
+
+@dataclass
+class Context:
+    """What a backbone's forward needs beside the batch: the active span, and the cache of its
+    context (None: exact, the context is recomputed with autograd)."""
+
+    span: Span
+    cache: ContextCache | None = None
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a backbone tells about its keys and values."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass
+class ContextCache:
+    """Keys and values of every layer, [S, L + 1, K, E] each: slot p of row s holds position p, and
+    the last slot takes what must not be kept. `visible` [S] is how many slots, from the left, an
+    active row sees."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    visible: Tensor
+    even: int | None = None  # the host knows that every row sees this many
+
+    @classmethod
+    def allocate(cls, shape: CacheShape, num_sequences: int, length: int, like: Tensor):
+        """Buffers for sequences of at most `length` positions, in the dtype and on the device of
+        `like`."""
+        size = (num_sequences, length + 1, shape.num_kv_heads, shape.head_dim)
+        # Zeros, because a masked slot still meets a weight of 0, and 0 * NaN would not be 0.
+        buffers = [[like.new_zeros(size) for _ in range(shape.num_layers)] for _ in range(2)]
+        visible = torch.zeros(num_sequences, dtype=torch.long, device=like.device)
+        return cls(buffers[0], buffers[1], visible)
+
+    @property
+    def length(self) -> int:
+        return self.keys[0].shape[1] - 1
+
+    def bytes(self) -> int:
+        return sum(b.numel() * b.element_size() for b in self.keys + self.values)
+
+    def keep(self, rows: Tensor) -> ContextCache:
+        """The cache of the rows [S] bool alone (retired rows are dropped)."""
+        return ContextCache(
+            [b[rows] for b in self.keys],
+            [b[rows] for b in self.values],
+            self.visible[rows],
+            self.even,
+        )
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Put rows k, v [N, K, E] into flat slots [N] of a layer; returns the layer's keys and
+        values [S, L + 1, K, E].
+
+        With gradients on, the buffers stay as they are (the context is a constant and serves the
+        next draw) and the result is a copy through which gradients reach k and v.
+        """
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            pairs = ((self.keys[layer], k), (self.values[layer], v))
+            return tuple(b.flatten(0, 1).index_copy(0, slots, x).view_as(b) for b, x in pairs)
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, v)
+        return self.keys[layer], self.values[layer]
+
+    def slots(self, positions: Tensor, spare: Tensor | None = None) -> Tensor:
+        """Flat slots [S * W] of row-relative positions [S, W]; `spare` [S, W] go to the last."""
+        row = torch.arange(len(positions), device=positions.device)[:, None]
+        if spare is not None:
+            positions = positions.masked_fill(spare, self.length)
+        return (row * (self.length + 1) + positions).flatten()
+
+    def show(self, visible: Tensor | int) -> None:
+        """Let active rows see the first `visible` slots, a number [S] or one for all."""
+        self.even = visible if isinstance(visible, int) else None
+        self.visible = torch.zeros_like(self.visible) + visible
+
+    def mask(self) -> Tensor | None:
+        """Boolean [S, 1, 1, L + 1]: slots that an active row sees; None: the first `even`."""
+        if self.even is not None:
+            return None
+        slot = torch.arange(self.length + 1, device=self.visible.device)
+        return (slot[None] < self.visible[:, None])[:, None, None]
