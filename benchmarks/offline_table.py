@@ -45,6 +45,7 @@ class Chip:
 
     target: int
     table: object  # the key in _tuning.TABLE
+    processors: int  # of A100, RTX 3090, H100
     sm_bytes: int  # shared memory of one SM
     cta_bytes: int  # the most one CTA may have
     warps: int
@@ -52,9 +53,9 @@ class Chip:
 
 
 CHIPS = {
-    80: Chip(80, 80, 164 << 10, 163 << 10, 64, 32),
-    86: Chip(86, _tuning.SAFE, 100 << 10, 99 << 10, 48, 16),
-    90: Chip(90, 90, 228 << 10, 227 << 10, 64, 32),
+    80: Chip(80, 80, 108, 164 << 10, 163 << 10, 64, 32),
+    86: Chip(86, _tuning.SAFE, 82, 100 << 10, 99 << 10, 48, 16),
+    90: Chip(90, 90, 132, 228 << 10, 227 << 10, 64, 32),
 }
 
 
@@ -93,18 +94,21 @@ class _Driver:
 @contextlib.contextmanager
 def _compiling_for(chip: Chip, kernels: list):
     """Inside, launches compile for `chip` and append to `kernels` instead of running."""
-    run, architecture, active = JITFunction.run, _tuning.architecture, driver._active
+    run, active = JITFunction.run, driver._active
+    architecture, processors = _tuning.architecture, _tuning.processors
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compile_only
     _tuning.architecture = lambda device: chip.table
+    _tuning.processors = lambda device: chip.processors
     driver.set_active(_Driver(chip.target))
     try:
         yield
     finally:
-        JITFunction.run, _tuning.architecture = run, architecture
+        JITFunction.run = run
+        _tuning.architecture, _tuning.processors = architecture, processors
         driver.set_active(active)
 
 
@@ -209,7 +213,7 @@ def cases(arch: int, dtype=torch.bfloat16):
     for full in (False, True):
         variant = "all options" if full else "plain"
         if dtype == torch.bfloat16:
-            yield "block_mask", variant, "1024 tokens", partial(_mask, full)
+            yield "block_mask", variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
         block = f"{_cross_entropy_rows_triton.BLOCK_V} columns"
         yield "cross_entropy_rows", variant, block, partial(_rows, dtype, full)
         launches = {
@@ -229,7 +233,8 @@ def cases(arch: int, dtype=torch.bfloat16):
 def build(arch: int, dtype=torch.bfloat16) -> list[Row]:
     kind = "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
     rows = []
-    for _, variant, tile, launch in cases(arch, dtype):
+    for name, variant, tile, launch in cases(arch, dtype):
+        variant = f"noise, {variant}" if name == "noise" else variant
         kernels = compile_launch(launch, arch)
         shapes = [tile] + ["-"] * (len(kernels) - 1)  # a second kernel merges the parts
         rows += [

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
+import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,25 +20,27 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from bwsft import __version__
 from bwsft.files import folder_atomic, sha256, write_atomic
 from bwsft.optim import moments, restore_moments
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
-STATE, OPTIMIZER, ADAPTER = "state.json", "optimizer.safetensors", "adapter_model.safetensors"
+STATE, MANIFEST = "state.json", "manifest.json"
+OPTIMIZER, ADAPTER = "optimizer.safetensors", "adapter_model.safetensors"
 
 
 def save_checkpoint(run: Path, step: int, backbone, tokenizer, optimizer, state: dict) -> Path:
     """Write checkpoints/step-`step` of a run folder and return it.
 
-    state: JSON-able facts of the run; `step` and the backbone's family are added. Raises OSError,
-    with what to do, if the disk doesn't take it; nothing of it is then left.
+    state: JSON-able facts of the run; `step`, the backbone's family and versions are added. Raises
+    OSError, with what to do, if the disk doesn't take it; nothing of it is then left.
     """
     path = Path(run) / "checkpoints" / f"step-{step}"
     family = dataclasses.asdict(backbone.family)
-    state = {**state, "step": step, "family": family}
+    state = {**state, "step": step, "family": family, "versions": versions()}
     try:
         with folder_atomic(path) as folder:
-            _save_model(backbone.model, folder)
+            save_model(backbone.model, folder)
             tokenizer.save_pretrained(folder)
             save_file(moments(backbone, optimizer), folder / OPTIMIZER)
             write_atomic(folder / STATE, json.dumps(state, indent=2))
@@ -50,7 +54,17 @@ def save_checkpoint(run: Path, step: int, backbone, tokenizer, optimizer, state:
     return path
 
 
-def _save_model(model, folder: Path) -> None:
+def versions() -> dict[str, str]:
+    """Versions of what decides a number, as a checkpoint records them."""
+    found = {"python": platform.python_version(), "bwsft": __version__}
+    for name in ("torch", "transformers", "peft", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def save_model(model, folder: Path) -> None:
+    """Write a model in the official layout, or its adapter in PEFT's where it has one."""
     with _without_bars():
         if hasattr(model, "peft_config"):
             # "auto" would ask the Hub for the base's config, to learn whether it was resized.
@@ -80,12 +94,15 @@ def _write_manifest(folder: Path) -> None:
         for p in sorted(folder.rglob("*"))
         if p.is_file()
     }
-    write_atomic(folder / "manifest.json", json.dumps(files, indent=2))
+    write_atomic(folder / MANIFEST, json.dumps(files, indent=2))
 
 
-def problems(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None if every file is as the manifest says."""
-    manifest = folder / "manifest.json"
+def problems(folder: Path, for_resume: bool = True) -> str | None:
+    """What is wrong with a checkpoint folder, or None if every file is as the manifest says.
+
+    Without `for_resume` the optimizer's file, two thirds of the bytes, may have been left out.
+    """
+    manifest = folder / MANIFEST
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))
         expected = {folder / name: (f["bytes"], f["sha256"]) for name, f in files.items()}
@@ -94,6 +111,8 @@ def problems(folder: Path) -> str | None:
     for name in (STATE, OPTIMIZER):
         if name not in files:
             return f"{manifest} does not list {name}"
+    if not for_resume and not (folder / OPTIMIZER).exists():
+        del expected[folder / OPTIMIZER]
     for path, (size, digest) in expected.items():
         if not path.is_file():
             return f"{path} is missing"
@@ -186,7 +205,8 @@ def _read(path: Path) -> dict:
 def locate(model: str) -> tuple[str, dict | None]:
     """(folder or Hub id to load, state.json or None) for what a user calls a model.
 
-    A run folder stands for its newest complete checkpoint.
+    A run folder stands for its newest complete checkpoint. Raises ValueError for a checkpoint that
+    is not whole.
     """
     path = Path(model)
     if (path / "checkpoints").is_dir():
@@ -195,6 +215,8 @@ def locate(model: str) -> tuple[str, dict | None]:
             why = f": {skipped[0]}" if skipped else ""
             raise ValueError(f"{path} holds no complete checkpoint{why}")
         path = newest
+    elif (path / MANIFEST).exists() and (fault := problems(path, for_resume=False)):
+        raise ValueError(f"{path} is not a whole checkpoint: {fault}")
     if (path / STATE).exists():
         return str(path), read_state(path)
     return (str(path) if path.exists() else model), None

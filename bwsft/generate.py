@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -43,8 +43,8 @@ class Generation:
     """An end token was produced; otherwise the canvas was too short."""
     steps: int
     """Denoising steps of this row, each one forward pass."""
-    trace: list[Commit]
-    """Everything that was committed, in order, the end token and what follows it included."""
+    trace: list[Commit] = field(default_factory=list)
+    """On request, everything that was committed, in order, also from the end token on."""
 
 
 def generate(
@@ -52,6 +52,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     config: DecodeConfig | None = None,
     *,
+    trace: bool = False,
     requests: Sequence[int] | None = None,
 ) -> list[Generation]:
     """Decode one response per prompt (a list of token ids), in the order given.
@@ -61,15 +62,16 @@ def generate(
     prompt depends on, by default 0, 1, ... Raises ValueError for a prompt that cannot be decoded
     and FloatingPointError if the model produces NaN.
     """
-    found = dict(stream(model, prompts, config, requests=requests))
+    found = dict(decode_stream(model, prompts, config, trace=trace, requests=requests))
     return [found[index] for index in range(len(prompts))]
 
 
-def stream(
+def decode_stream(
     model: Backbone,
     prompts: Sequence[Sequence[int]],
     config: DecodeConfig | None = None,
     *,
+    trace: bool = False,
     requests: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """As `generate`, but yields (index of the prompt, Generation) as rows finish.
@@ -86,7 +88,7 @@ def stream(
     ]
     size = config.batch_size
     batches = (rows[start : start + size] for start in range(0, len(rows), size))
-    return (result for batch in batches for result in fill(model, batch, config))
+    return (result for batch in batches for result in fill(model, batch, config, trace))
 
 
 def check_request(prompts, requests, family: Family, config: DecodeConfig) -> None:
@@ -116,7 +118,7 @@ def check_request(prompts, requests, family: Family, config: DecodeConfig) -> No
 
 
 def fill(
-    model: Backbone, rows: list[Row], config: DecodeConfig
+    model: Backbone, rows: list[Row], config: DecodeConfig, trace: bool = False
 ) -> Iterator[tuple[int, Generation]]:
     """Decode one batch; yields (row.index, Generation) and drops the row as soon as it is final."""
     family = model.family
@@ -130,7 +132,7 @@ def fill(
         step += 1
         done = finished(canvas, nan, step, config, family.mask_id, end_ids)
         if any(done):
-            yield from harvest(canvas, done, step, config.gen_length, family.end_ids)
+            yield from harvest(canvas, done, step, config.gen_length, family.end_ids, trace)
             canvas = canvas.keep([i for i, d in enumerate(done) if not d])
 
 
@@ -224,7 +226,12 @@ def finished(canvas: Canvas, nan: Tensor, step: int, config, mask_id, end_ids) -
 
 
 def harvest(
-    canvas: Canvas, done: list[bool], steps: int, gen_length: int, end_ids: tuple[int, ...]
+    canvas: Canvas,
+    done: list[bool],
+    steps: int,
+    gen_length: int,
+    end_ids: tuple[int, ...],
+    trace: bool,
 ) -> Iterator[tuple[int, Generation]]:
     """The results of the rows that are done."""
     lengths = [row.length for row in canvas.rows]
@@ -234,6 +241,8 @@ def harvest(
             continue
         ids, at, confidence = (c[-gen_length:].tolist() for c in (ids, at, confidence))
         end = next((i for i, token in enumerate(ids) if token in end_ids), None)
-        committed = zip(at, range(gen_length), ids, confidence, strict=True)
-        trace = sorted(Commit(*c) for c in committed if c[0] >= 0)
-        yield row.index, Generation(ids[:end], end is not None, steps, trace)
+        commits = []
+        if trace:
+            places = zip(at, range(gen_length), ids, confidence, strict=True)
+            commits = sorted(Commit(*place) for place in places if place[0] >= 0)
+        yield row.index, Generation(ids[:end], end is not None, steps, commits)

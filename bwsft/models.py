@@ -4,6 +4,7 @@ random LLaDA; for training and for decoding."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ from bwsft.backbones.llada import LladaConfig, family_of
 from bwsft.backbones.load import load_backbone, new_backbone, read_family
 from bwsft.backbones.lora import load_adapter
 from bwsft.checkpoint import locate
-from bwsft.files import folder_atomic
 
 # The tiny LLaDA that ships with the package: base of the demo and of runs without --model.
 TINY = Path(__file__).parent / "tiny"
 EMBEDDED = "embedded"
+# Folder of a run that holds the random model under its adapter.
+OWN_BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,10 @@ class ModelPlan:
 
     family: Family
     base: str
-    """What an adapter's checkpoint names as its base."""
+    """What an adapter's checkpoint names as its base: a folder, a Hub id or EMBEDDED."""
     build: Callable[[torch.device], Backbone]
+    is_random: bool = False
+    """Nobody else has this base: a run that trains an adapter on it must keep it."""
 
 
 def plan_tokenizer(config: c.Config) -> str:
@@ -72,17 +76,14 @@ def random_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    base = folder / "base"
+    base = folder / OWN_BASE
 
     def build(device: torch.device) -> Backbone:
-        backbone = new_backbone(llada, config.seed, device=device)
-        if config.lora.rank and not base.exists():
-            # An adapter alone could not be decoded: nobody else has this base.
-            with folder_atomic(base) as part:
-                backbone.model.save_pretrained(part)
-        return backbone
+        if base.is_dir():  # of the run that goes on: another torch may draw other weights
+            return load_backbone(base, device=device)
+        return new_backbone(llada, config.seed, device=device)
 
-    return ModelPlan(family_of(llada), str(base), build)
+    return ModelPlan(family_of(llada), str(base), build, is_random=True)
 
 
 def weight_dtype(config: c.Config, device: torch.device) -> torch.dtype:
@@ -90,6 +91,17 @@ def weight_dtype(config: c.Config, device: torch.device) -> torch.dtype:
     frozen base on CUDA."""
     frozen_on_gpu = device.type == "cuda" and config.lora.rank > 0
     return torch.bfloat16 if frozen_on_gpu else torch.float32
+
+
+def own_memory(backbone: Backbone) -> None:
+    """Copy weights that are views of a mapped file.
+
+    They lie at any offset there, and CPU matmuls may sum in another order at another alignment: a
+    resumed run would no longer be bit-identical. The copies are aligned to 64 bytes.
+    """
+    for parameter in backbone.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
 
 
 def pick_device(name: str) -> torch.device:
@@ -152,12 +164,10 @@ def load_trained(
 def adapter_base(source: str, state: dict | None) -> str:
     """The folder or Hub id of the model that an adapter belongs to."""
     if state is None:
-        import json
-
         stored = json.loads((Path(source) / "adapter_config.json").read_text(encoding="utf-8"))
         return stored["base_model_name_or_path"]
-    base = state["base"]
-    if base == EMBEDDED:
+    if state["base"] == EMBEDDED:
         return str(TINY)
-    beside = Path(source).parent.parent / "base"  # a run folder that was moved
-    return str(beside) if beside.is_dir() and not Path(base).is_dir() else base
+    checkpoints = Path(source).parent
+    beside = checkpoints.parent / OWN_BASE  # found there though the run folder was moved
+    return str(beside) if checkpoints.name == "checkpoints" and beside.is_dir() else state["base"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import platform
+import importlib.util
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +15,45 @@ import numpy as np
 import torch
 from bwsft_kernels.block_mask import MaskSpec
 
-from bwsft import __version__, wordproblems
 from bwsft import config as c
 from bwsft import data as d
+from bwsft import wordproblems
 from bwsft.backbones.base import Backbone, Family
+from bwsft.backbones.load import load_backbone
 from bwsft.backbones.lora import add_lora
-from bwsft.checkpoint import newest_complete, read_state
-from bwsft.files import write_atomic
-from bwsft.models import pick_device, plan_model, plan_tokenizer
+from bwsft.checkpoint import (
+    load_adapter_weights,
+    load_optimizer,
+    newest_complete,
+    read_state,
+    save_model,
+    versions,
+)
+from bwsft.files import folder_atomic, write_atomic
+from bwsft.models import ModelPlan, own_memory, pick_device, plan_model, plan_tokenizer
 from bwsft.objectives import blockwise, classical
 from bwsft.optim import make_optimizer, trainable
 
-# A resumed run may differ from its config in these: none of them changes a later loss.
-FREE_ON_RESUME = ("out", "resume", "data", "save_every", "keep_last", "device")
-FREE_GROUPS = ("eval.every", "eval.draws", "dataset.cache_dir")
+# A resumed run may differ from its config in these. Another device or micro-batch changes rounding
+# and dropout, the others change no later loss at all.
+FREE_ON_RESUME = {
+    "out",
+    "resume",
+    "data",  # moved; the records must be the same
+    "save_every",
+    "keep_last",
+    "grad_checkpointing",
+    "micro_batch_size",
+    "device",
+    "eval.every",
+    "eval.draws",
+    "dataset.cache_dir",
+}
 
 GENERATED = 20_000  # word problems of a run without --data
+# Generated problems, held-out examples and their masks don't follow --seed: what differs between
+# two seeds is then the training alone.
+FIXED_SEED = 0
 
 
 @dataclass
@@ -39,6 +62,8 @@ class Run:
 
     config: c.Config
     folder: Path
+    first: int
+    """Updates already done when this process took over."""
     device: torch.device
     backbone: Backbone
     tokenizer: object
@@ -94,32 +119,41 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
                 f"{folder} exists; choose another --out, or go on with it by --resume {folder}"
             )
         return folder, None
+    stored = folder / "config.json"
+    if stored.exists():
+        refuse_changes(stored.read_text(encoding="utf-8"), config, stored)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--resume {folder}: this is not a run folder, it has no config.json")
     checkpoint, skipped = newest_complete(folder)
     for fault in skipped:
         print(f"skipping a checkpoint that is not whole: {fault}")
-    stored = folder / "config.json"
-    if stored.exists():
-        refuse_changes(c.from_json(stored.read_text(encoding="utf-8")), config, stored)
-    elif folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not a run folder: it has no config.json")
     if checkpoint is None:
         print(f"{folder} has no complete checkpoint: starting at step 0")
+    else:
+        state = read_state(checkpoint)
+        refuse_changes(json.dumps(state["config"]), config, checkpoint)
+        print(f"resuming from {checkpoint}")
+        if (writer := state.get("versions", {}).get("torch")) != versions()["torch"]:
+            print(f"  torch is no longer {writer}: losses may differ in their last bits")
     return folder, checkpoint
 
 
-def refuse_changes(stored: c.Config, now: c.Config, path: Path) -> None:
-    """Raise ValueError unless every difference is one that no later loss depends on."""
+def refuse_changes(stored: str, now: c.Config, where: Path) -> None:
+    """Raise ValueError unless `now` differs from the config stored `where` in free fields only."""
     changed = [
         line
-        for line in c.differences(stored, now)
-        if line.split(":")[0] not in FREE_ON_RESUME and not line.startswith(FREE_GROUPS)
+        for line in c.differences(c.from_json(stored), now)
+        if line.split(":")[0] not in FREE_ON_RESUME
     ]
     if changed:
-        raise ValueError(f"--resume: this run was started otherwise ({path}): {'; '.join(changed)}")
+        raise ValueError(
+            f"--resume: {where} was started otherwise: {'; '.join(changed)}; leave these options "
+            "out, or start a new run"
+        )
 
 
 def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
-    """Check everything, then build it, write config.json and print what will run."""
+    """Check everything and build it; only then write config.json, and print what will run."""
     tokenizer = d.load_tokenizer(plan_tokenizer(config))
     end_ids = d.Template(tokenizer, config.dataset.template).end_ids
     plan = plan_model(config, tokenizer, folder)
@@ -127,26 +161,19 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
         plan.family, end_ids=tuple(dict.fromkeys((*end_ids, *plan.family.end_ids)))
     )
     data = plan_data(config, tokenizer, family)
-    device = pick_device(config.device)
     if checkpoint is not None and read_state(checkpoint)["data"] != data.fingerprint:
         raise ValueError(
             f"--resume: {config.data or 'the generated data'} is not what {folder} was trained "
             "on; give the same records, tokenizer and limits"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "config.json").exists():
-        write_atomic(folder / "config.json", c.to_json(config))
-
-    backbone = plan.build(device)
+    device = pick_device(config.device)
+    backbone = build_backbone(config, plan, folder, checkpoint, device)
     backbone.family = family
-    if config.lora.rank:
-        add_lora(backbone, config.lora, config.seed)
-    backbone.set_gradient_checkpointing(config.grad_checkpointing)
-    backbone.train()
     objective = {"blockwise": blockwise, "classical": classical}[config.objective.name]
     run = Run(
         config=config,
         folder=folder,
+        first=0 if checkpoint is None else read_state(checkpoint)["step"],
         device=device,
         backbone=backbone,
         tokenizer=tokenizer,
@@ -154,11 +181,41 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
         data=data,
         objective=objective,
         spec=objective.mask_spec(config, family),
-        eval_spec=blockwise.mask_spec(config, family),
+        eval_spec=dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED),
         base=plan.base if config.lora.rank else None,
     )
+    if checkpoint is not None:
+        load_optimizer(checkpoint, backbone, run.optimizer)
     banner(run)
     return run
+
+
+def build_backbone(
+    config: c.Config, plan: ModelPlan, folder: Path, checkpoint: Path | None, device: torch.device
+) -> Backbone:
+    """The model to train, with its adapters, in the state of `checkpoint` if there is one.
+
+    Writes config.json, and a random base under an adapter, once the base is known to load.
+    """
+    adapted = config.lora.rank > 0
+    if checkpoint is not None and not adapted:
+        backbone = load_backbone(checkpoint, dtype=torch.float32, device=device)
+    else:
+        backbone = plan.build(device)
+    own_memory(backbone)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.json").exists():
+        write_atomic(folder / "config.json", c.to_json(config))
+    if adapted:
+        if plan.is_random and not Path(plan.base).is_dir():
+            with folder_atomic(Path(plan.base)) as part:
+                save_model(backbone.model, part)
+        add_lora(backbone, config.lora, config.seed)
+        if checkpoint is not None:
+            load_adapter_weights(checkpoint, backbone)
+    backbone.set_gradient_checkpointing(config.grad_checkpointing)
+    backbone.train()
+    return backbone
 
 
 def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
@@ -172,7 +229,7 @@ def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
         mask_id=family.mask_id,
         vocab_size=family.vocab_size,
     )
-    source = config.data or wordproblems.generate(GENERATED, config.seed)
+    source = config.data or wordproblems.generate(GENERATED, FIXED_SEED)
     examples = d.load_set(source, tokenizer, options, config.dataset.cache_dir)
     print(examples.summary())
     if config.dataset.limit is not None:
@@ -192,18 +249,13 @@ def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
             f"prompt + gen_length needs {longest} positions, the model has {family.max_positions}: "
             "lower --gen-length or --max-length"
         )
-    holdout = config.dataset.holdout if config.eval.every else 0
-    train_index, holdout_index = d.split_holdout(len(examples), holdout, config.seed)
-    return TrainingData(examples, train_index, holdout_index, layout)
-
-
-def versions() -> dict[str, str]:
-    """Versions that a checkpoint records."""
-    found = {"python": platform.python_version(), "bwsft": __version__}
-    for name in ("torch", "transformers", "peft", "triton"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    if config.dataset.holdout >= len(examples):
+        raise ValueError(
+            f"--dataset.holdout {config.dataset.holdout} leaves nothing of {len(examples)} "
+            "examples to train on"
+        )
+    split = d.split_holdout(len(examples), config.dataset.holdout, FIXED_SEED)
+    return TrainingData(examples, *split, layout)
 
 
 def banner(run: Run) -> None:
@@ -211,7 +263,8 @@ def banner(run: Run) -> None:
     config, data = run.config, run.data
     trained = sum(p.numel() for p in trainable(run.backbone).values())
     total = sum(p.numel() for p in run.backbone.parameters())
-    kernels = "Triton" if run.device.type == "cuda" else "torch"
+    triton = run.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    kernels = "Triton" if triton else "torch"
     what = f"LoRA r {config.lora.rank}" if config.lora.rank else "full fine-tuning"
     micro = config.micro_batch_size
     print(

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from bwsft_kernels.philox import Stream, philox_u24
 from tqdm import tqdm
 
 from bwsft import config as c
-from bwsft.checkpoint import load_optimizer, load_weights, newest_complete, prune, save_checkpoint
+from bwsft.checkpoint import newest_complete, prune, save_checkpoint
 from bwsft.metrics import JsonLog, plot_run
 from bwsft.objectives import nelbo
 from bwsft.optim import lr_at, trainable
-from bwsft.run import Run, open_run, setup, versions
+from bwsft.run import Run, open_run, setup
 
 
 class TrainingStopped(Exception):
-    """The run cannot go on (a loss that is not finite); the message says where and what next."""
+    """The run cannot go on; the message says where, why and what next."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ def train_step(run: Run, step: int) -> Step:
 
     for start in range(0, len(slots), config.micro_batch_size):
         # 1. Pack: no padding, the canvas of every example laid out as the decoder will see it.
-        batch = data.pack(slots[start : start + config.micro_batch_size]).to(run.device)
-        seed_dropout(config.seed, step, batch)
+        part = slots[start : start + config.micro_batch_size]
+        batch = data.pack(part).to(run.device)
+        seed_dropout(config.seed, step, data.sample_ids(part)[0])
 
         # 2. Corrupt: active block, rate, marks, hidden suffix; loss rows and their weights.
         noisy, masked = run.objective.corrupt(batch, run.spec, config.objective.blocks)
@@ -69,45 +72,43 @@ def train_step(run: Run, step: int) -> Step:
         supervised.append(masked.num_rows)
         tokens += batch.ids.numel()
 
-    # 4. One transfer to the host per step, then clip and update.
+    # 4. From here on the host waits for the device: check, clip, update.
     sums = torch.stack(losses).tolist()
     check_finite(run, step, slots, sums)
+    limit = config.optim.clip or float("inf")
+    norm = torch.nn.utils.clip_grad_norm_(trainable(run.backbone).values(), limit).item()
+    if not math.isfinite(norm):
+        raise stopped(run, step, slots, f"gradient norm {norm}")
     lr = lr_at(step, config.steps, config.optim)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
-    limit = config.optim.clip or float("inf")
-    norm = torch.nn.utils.clip_grad_norm_(trainable(run.backbone).values(), limit)
-    if not torch.isfinite(norm):
-        raise stopped(run, step, slots, f"gradient norm {norm.item()}")
     run.optimizer.step()
-    count = int(torch.stack(supervised).sum())
-    return Step(sum(sums) / len(slots), lr, norm.item(), tokens, count)
+    return Step(sum(sums) / len(slots), lr, norm, tokens, int(torch.stack(supervised).sum()))
 
 
-def seed_dropout(seed: int, step: int, batch) -> None:
+def seed_dropout(seed: int, step: int, first_sample: int) -> None:
     """Dropout is a function of (seed, step, first sample of the micro-batch): resume is exact."""
-    first = batch.sample_ids[:1].cpu()
-    words = [
-        philox_u24(torch.tensor([k]), torch.tensor([step]), first, seed=seed, stream=Stream.DROPOUT)
-        for k in (0, 1)
-    ]
-    torch.manual_seed(int(words[0]) << 24 | int(words[1]))
+    high, low = philox_u24(
+        torch.arange(2), step, first_sample, seed=seed, stream=Stream.DROPOUT
+    ).tolist()
+    torch.manual_seed(high << 24 | low)
 
 
 def check_finite(run: Run, step: int, slots, sums: list[float]) -> None:
+    """Raise TrainingStopped, naming the micro-batch, unless every summed loss is finite."""
     size = run.config.micro_batch_size
     for i, value in enumerate(sums):
-        if not torch.isfinite(torch.tensor(value)):
+        if not math.isfinite(value):
             raise stopped(run, step, slots[i * size : (i + 1) * size], f"loss {value}")
 
 
 def stopped(run: Run, step: int, slots, what: str) -> TrainingStopped:
     newest, _ = newest_complete(run.folder)
     back = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-    ids = ", ".join(str(i) for i in run.data.sample_ids(slots)[:32])
+    ids = ", ".join(str(i) for i in run.data.sample_ids(slots))
     return TrainingStopped(
-        f"{what} at step {step + 1}; samples of the micro-batch: {ids}; {back}. "
-        "Lower --optim.lr, or look at these records."
+        f"{what} at step {step + 1}; sample ids (rows of the data, from 0): {ids}; {back}. Look at "
+        "these records, or start a run with a lower --optim.lr."
     )
 
 
@@ -130,79 +131,87 @@ def train(config: c.Config) -> int:
     """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed."""
     folder, checkpoint = open_run(config)
     run = setup(config, folder, checkpoint)
-    first = 0
-    if checkpoint is not None:
-        first = resume(run, checkpoint)
     try:
         with signals() as received:
-            done = loop(run, first, received)
+            done = loop(run, received)
     except TrainingStopped as error:
-        tqdm.write(f"bwsft train: stopped: {error}")
+        print(f"bwsft train: stopped: {error}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError as error:
+        print(
+            f"bwsft train: {str(error).splitlines()[0]} Lower --micro-batch-size (the batch stays "
+            f"as it is) or give --grad-checkpointing, and go on with --resume {folder}",
+            file=sys.stderr,
+        )
         return 1
     print(f"loss curve: {plot_run(folder)}")
     if done < config.steps:
-        print(f"stopped after step {done}; go on with --resume {folder}")
+        print(f"stopped after step {done} of {config.steps}; go on with --resume {folder}")
     else:
         print(f"run folder: {folder}")
     return 0
 
 
-def resume(run: Run, checkpoint: Path) -> int:
-    """Load a checkpoint into the run and return the number of steps it has done."""
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    load_weights(checkpoint, run.backbone)
-    load_optimizer(checkpoint, run.backbone, run.optimizer)
-    print(f"resuming from {checkpoint}")
-    return state["step"]
-
-
-def loop(run: Run, first: int, received: list[int]) -> int:
-    """Steps `first`..; returns how many steps are done. Saves, evaluates and logs on the way."""
+def loop(run: Run, received: list[int]) -> int:
+    """Train, log, evaluate and save until the last step or a signal; returns the steps done."""
     config = run.config
-    metrics = JsonLog(run.folder / "metrics.jsonl", first)
-    evals = JsonLog(run.folder / "eval.jsonl", first if first else None)
-    bar = tqdm(total=config.steps, initial=first, unit="step", dynamic_ncols=True)
-    if first == 0 and config.eval.every and len(run.data.holdout_index):
-        report_eval(run, evals, 0)
-    done = first
+    metrics, evals = (JsonLog(run.folder / f"{n}.jsonl", run.first) for n in ("metrics", "eval"))
+    # Into a file, a line every 10 s instead of ten a second.
+    interval = 0.1 if sys.stderr.isatty() else 10
+    bar = tqdm(
+        total=config.steps,
+        initial=run.first,
+        unit="step",
+        dynamic_ncols=True,
+        mininterval=interval,
+    )
+    done = saved = run.first
     with contextlib.closing(metrics), contextlib.closing(evals), contextlib.closing(bar):
-        for step in range(first, config.steps):
+        if done not in evals.steps:  # a new run, or a signal that didn't wait for it
+            report_eval(run, evals, done)
+        while done < config.steps and not received:
             began = time.perf_counter()
-            result = train_step(run, step)
+            result = train_step(run, done)
             seconds = time.perf_counter() - began
-            done = step + 1
+            done += 1
             metrics.append({"step": done, **vars(result), "seconds": seconds})
-            bar.update()
             bar.set_postfix_str(
                 f"loss {result.loss:.4f}, {result.tokens / seconds:,.0f} tok/s, "
-                f"{result.supervised_tokens / seconds:,.0f} supervised tok/s"
+                f"{result.supervised_tokens / seconds:,.0f} supervised tok/s",
+                refresh=False,
             )
-            last = done == config.steps or bool(received)
-            if config.eval.every and len(run.data.holdout_index):
-                if done % config.eval.every == 0 or done == config.steps:
-                    report_eval(run, evals, done)
-            if last or done % config.save_every == 0:
-                save(run, done)
-            if last:
-                break
+            bar.update()
+            if received or done == config.steps or done % config.save_every == 0:
+                save(run, done, (metrics, evals))
+                saved = done
+            if not received:
+                report_eval(run, evals, done)
+        if saved < done:  # the signal came after the step's own chance to save
+            save(run, done, (metrics, evals))
     return done
 
 
 def report_eval(run: Run, evals: JsonLog, done: int) -> None:
+    """Evaluate if it is due after `done` steps."""
+    every = run.config.eval.every
+    due = every and (done % every == 0 or done == run.config.steps)
+    if not due or not len(run.data.holdout_index):
+        return
     value = evaluate(run)
     evals.append({"step": done, "nelbo": value})
     tqdm.write(f"step {done}: held-out blockwise NELBO {value:.4f} nats per token")
 
 
-def save(run: Run, done: int) -> None:
+def save(run: Run, done: int, logs: tuple[JsonLog, ...]) -> None:
+    for log in logs:
+        log.sync()
     state = {
         "config": json.loads(c.to_json(run.config)),
         "data": run.data.fingerprint,
-        "versions": versions(),
         "base": run.base,
     }
-    save_checkpoint(run.folder, done, run.backbone, run.tokenizer, run.optimizer, state)
-    prune(run.folder, run.config.keep_last)
+    path = save_checkpoint(run.folder, done, run.backbone, run.tokenizer, run.optimizer, state)
+    prune(path, run.config.keep_last)
 
 
 @contextlib.contextmanager
@@ -216,15 +225,17 @@ def signals() -> Iterator[list[int]]:
 
     def note(number, frame):
         received.append(number)
-        tqdm.write(f"signal {number}: saving after this step (again: stop at once)")
-        for n, handler in previous.items():
-            signal.signal(n, handler)
+        # Not print: a handler may interrupt one, and output buffers refuse to be re-entered.
+        os.write(2, f"\nsignal {number}: saving after this step (again: at once)\n".encode())
+        restore()
+
+    def restore():
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         previous[number] = signal.signal(number, note)
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
+        restore()

@@ -72,7 +72,10 @@ def test_round_trip_is_exact(tmp_path, shard_size, tied, dtype):
 
 
 def test_files_have_the_official_names_and_fields(tmp_path):
-    saved(tmp_path, shard_size="1GB").model.config.dtype = torch.bfloat16
+    saved(tmp_path, shard_size="1GB")
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["LLaDAModelLM"]
+    assert written["torch_dtype"] == "float32" and "dtype" not in written
     layer = "attn_norm ff_norm q_proj k_proj v_proj attn_out ff_proj up_proj ff_out".split()
     expected = {f"model.transformer.{n}.weight" for n in ("wte", "ln_f", "ff_out")}
     expected |= {f"model.transformer.blocks.{i}.{n}.weight" for i in (0, 1) for n in layer}

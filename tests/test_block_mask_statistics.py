@@ -10,6 +10,7 @@ import pytest
 import torch
 from bwsft_kernels import block_mask
 from bwsft_kernels.block_mask import MaskSpec
+from bwsft_kernels.philox import Stream, philox_u24
 
 MASK, EPS = 99, 1e-3
 MEAN_RATE = (1 + EPS) / 2  # 0.5005
@@ -63,6 +64,14 @@ def test_marks_are_independent_coins_at_a_fixed_rate():
     pairs = (marks.T @ marks / S).fill_diagonal_(0) / 0.21
     assert pairs.abs().max() < 5.5 / math.sqrt(S)  # 120 pairs
     assert torch.equal(batch.rate, torch.full((S,), round(0.3 * 2**24) / 2**24))
+
+
+def test_a_token_is_marked_iff_its_number_is_below_the_rate():
+    u24 = int(philox_u24(2, 0, 0, seed=3, stream=Stream.MARKS))
+    for rate24, marked in ((u24, False), (u24 + 1, True)):
+        rate = rate24 / 2**24
+        spec = MaskSpec(1, MASK, seed=3, low=rate, high=rate, empty="skip")
+        assert bool(draw(spec, 1, size=1).count) is marked
 
 
 def test_masked_tokens_of_the_whole_row():

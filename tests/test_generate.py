@@ -1,7 +1,8 @@
-"""The decoder against a plain one, row against batch, noise against probabilities, and its thrift."""
+"""The decoder against a plain one, row against batch, noise against probabilities; its thrift."""
 
 import dataclasses
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +16,9 @@ from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.backbones.lora import add_lora
 from bwsft.decoding import DecodeConfig
-from bwsft.generate import Commit, generate, stream
+from bwsft.generate import Commit, decode_stream, generate
 
+traced = partial(generate, trace=True)
 VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
 
 
@@ -107,7 +109,7 @@ def test_text_equals_the_published_decoder(variant):
         config = DecodeConfig(size * blocks, size, steps=per_block * blocks, batch_size=3)
         lengths = [draw.randint(1, 20) for _ in range(5)]
         prompts = prompts_of(seed, lengths)
-        for prompt, result in zip(prompts, generate(model, prompts, config), strict=True):
+        for prompt, result in zip(prompts, traced(model, prompts, config), strict=True):
             response, commits = plain_decode(model, prompt, config)
             assert (result.tokens, result.ended) == until_end(response)
             expected = [c for c in commits if c[0] < result.steps]
@@ -130,10 +132,10 @@ def test_a_row_alone_is_the_row_in_a_batch(variant, temperature):
         model = model_of(seed, **VARIANTS[variant])
         config = DecodeConfig(16, 4, steps=8, temperature=temperature, seed=seed, batch_size=4)
         prompts = prompts_of(seed, lengths)
-        together = generate(model, prompts, config)
-        backwards = generate(model, prompts[::-1], config, requests=range(4, -1, -1))[::-1]
+        together = traced(model, prompts, config)
+        backwards = traced(model, prompts[::-1], config, requests=range(4, -1, -1))[::-1]
         for i, prompt in enumerate(prompts):
-            alone = generate(model, [prompt], config, requests=[i])[0]
+            alone = traced(model, [prompt], config, requests=[i])[0]
             for other in (together[i], backwards[i]):
                 assert (other.tokens, other.ended, other.steps) == (
                     alone.tokens, alone.ended, alone.steps
@@ -181,7 +183,7 @@ def test_frequencies_at_a_temperature(temperature, block_size):
     gap, n = 0.9, 6000
     model = Biased([gap, 0.0, 5.0])
     config = DecodeConfig(60, block_size, 60 // block_size, temperature, seed=11, batch_size=100)
-    rows = generate(model, [[0]] * (n // 60), config)
+    rows = traced(model, [[0]] * (n // 60), config)
     tokens = torch.tensor([row.tokens for row in rows])
     p = 1 / (1 + np.exp(-gap / temperature))
 
@@ -204,12 +206,12 @@ def test_seeds_and_requests():
     prompts = prompts_of(0, (5, 5, 5))
     prompts = [prompts[0]] * 3
     config = DecodeConfig(16, 8, temperature=2.0, stop_at_end=False)
-    first = generate(model, prompts, config)
-    assert generate(model, prompts, config) == first
+    first = traced(model, prompts, config)
+    assert traced(model, prompts, config) == first
     assert first[0].trace != first[1].trace != first[2].trace
     assert generate(model, prompts, dataclasses.replace(config, seed=1)) != first
-    shifted = generate(model, prompts, config, requests=[1, 2, 3])
-    assert shifted[:2] == first[1:]
+    shifted = traced(model, prompts, config, requests=[1, 2, 3])
+    assert [r.tokens for r in shifted[:2]] == [r.tokens for r in first[1:]]
     greedy = dataclasses.replace(config, temperature=0.0)
     same = generate(model, prompts, greedy)
     assert [r.tokens for r in same] == [same[0].tokens] * 3
@@ -236,13 +238,13 @@ def spy(monkeypatch, model):
 
 
 def test_retired_rows_cost_nothing(monkeypatch):
-    model = model_of(3)
-    prompts = prompts_of(3, (2, 5, 9, 12))
+    model = model_of(20)
+    prompts = prompts_of(20, (2, 5, 9, 12))
     config = DecodeConfig(24, 8, steps=12, batch_size=4)
     seen = spy(monkeypatch, model)
     results = generate(model, prompts, config)
     steps = [result.steps for result in results]
-    assert len(set(steps)) > 1 and min(steps) < 12
+    assert len(set(steps)) == 4  # each leaves at its own time
     assert len(seen) == max(steps)
     for step, (lengths, _) in enumerate(seen):
         alive = [len(p) + 24 for p, n in zip(prompts, steps, strict=True) if n > step]
@@ -267,14 +269,15 @@ def test_empty_steps_run_no_forward(monkeypatch):
 
 
 def test_full_canvas_without_the_early_exit():
-    model = model_of(3)
-    prompts = prompts_of(3, (2, 5, 9, 12))
+    model = model_of(20)
+    prompts = prompts_of(20, (2, 5, 9, 12))
     config = DecodeConfig(24, 8, steps=12)
-    whole = generate(model, prompts, dataclasses.replace(config, stop_at_end=False))
-    for short, full in zip(generate(model, prompts, config), whole, strict=True):
-        assert full.steps == 12 and len(full.trace) == 24
+    whole = traced(model, prompts, dataclasses.replace(config, stop_at_end=False))
+    for short, full in zip(traced(model, prompts, config), whole, strict=True):
+        assert short.steps <= full.steps == 12 and len(full.trace) == 24
         assert (short.tokens, short.ended) == (full.tokens, full.ended)
-        assert full.trace[: len(short.trace)] == short.trace
+        # Confidences may differ in the last bit: batches of other sizes sum in another order.
+        assert [c[:3] for c in full.trace[: len(short.trace)]] == [c[:3] for c in short.trace]
         assert sorted(c.position for c in full.trace) == list(range(24))
         assert full.trace == sorted(full.trace)
 
@@ -290,25 +293,26 @@ def test_mask_spare_rows_and_banned_ids_are_never_produced():
                 weight[row] = hidden * (-1) ** row * 9
         config = DecodeConfig(16, 4, banned_ids=(5, 1, 2), stop_at_end=False)
         prompts = prompts_of(seed, (3, 8))
-        free = generate(model, prompts, dataclasses.replace(config, banned_ids=()))
+        free = traced(model, prompts, dataclasses.replace(config, banned_ids=()))
         assert any(5 in result.tokens for result in free)
         for temperature in (0.0, 3.0):
             hot = dataclasses.replace(config, temperature=temperature)
-            for result in generate(model, prompts, hot):
+            for result in traced(model, prompts, hot):
                 produced = {c.token for c in result.trace}
                 assert not result.ended and len(result.tokens) == 16
                 assert not produced & {5, 1, 2, MASK} and max(produced) < VOCABULARY
 
 
 def test_stream_yields_rows_as_they_finish():
-    model = model_of(3)
-    prompts = prompts_of(3, (2, 5, 9, 12))
+    model = model_of(20)
+    prompts = prompts_of(20, (2, 5, 9, 12))
     config = DecodeConfig(24, 8, steps=12, batch_size=3)
-    results = list(stream(model, prompts, config))
+    results = list(decode_stream(model, prompts, config))
     steps = [result.steps for index, result in results if index < 3]
     assert len(set(steps)) > 1 and steps == sorted(steps)
     assert results[-1][0] == 3
-    assert [dict(results)[i] for i in range(4)] == generate(model, prompts, config)
+    whole = generate(model, prompts, config)
+    assert [dict(results)[i] for i in range(4)] == whole and whole[0].trace == []
     assert generate(model, []) == []
 
 
@@ -325,7 +329,7 @@ def test_prompts_may_be_any_sequence_of_ids(convert):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes_fill_the_canvas(dtype):
     model = model_of(2, dtype)
-    results = generate(model, prompts_of(2, (4, 6)), DecodeConfig(8, 4, stop_at_end=False))
+    results = traced(model, prompts_of(2, (4, 6)), DecodeConfig(8, 4, stop_at_end=False))
     for result in results:
         assert len(result.trace) == 8 and all(0 < c.confidence <= 1 for c in result.trace)
         assert isinstance(result.trace[0], Commit)
@@ -374,7 +378,7 @@ def test_nan_is_reported():
 def test_bad_requests_are_refused_at_once(prompts, options, message):
     config = DecodeConfig(16, 4, **options)
     with pytest.raises(ValueError, match=message):
-        stream(model_of(), prompts, config)
+        decode_stream(model_of(), prompts, config)
 
 
 def test_request_numbers_and_empty_prompts():

@@ -190,18 +190,19 @@ def test_a_bad_row_sets_the_flag_and_harms_no_neighbour(poison):
 
 def test_shapes_layouts_and_chunks(monkeypatch):
     x, weight, bias = problem(24, 6, 37)
-    flat = linear_argmax(x, weight, linear_bias=bias, want=ALL)
-    noncontiguous = x.T.contiguous().T
-    deep = linear_argmax(noncontiguous.reshape(2, 3, 4, 6), weight, linear_bias=bias, want=ALL)
+    key, options = key_of(24), dict(linear_bias=bias, want=ALL, temperature=3.0)
+    flat = linear_argmax(x, weight, gumbel=key, **options)
+    shaped = GumbelKey(3, *(v.view(2, 3, 4) for v in (key.request, key.step, key.position)))
+    deep = linear_argmax(x.T.contiguous().T.reshape(2, 3, 4, 6), weight, gumbel=shaped, **options)
     assert deep.token.shape == deep.margin.shape == (2, 3, 4)
     monkeypatch.setattr(sys.modules["bwsft_kernels.linear_argmax"], "LOGITS_BYTES", 5 * 37 * 8)
     monkeypatch.setattr(sys.modules["bwsft_kernels.linear_argmax"], "ROW_BLOCK_BYTES", 2 * 37 * 8)
-    small = linear_argmax(x, weight, linear_bias=bias, want=ALL)
+    small = linear_argmax(x, weight, gumbel=key, **options)
     for name in ("token", *ALL):
         torch.testing.assert_close(getattr(deep, name).flatten(), getattr(flat, name), **EXACT)
         torch.testing.assert_close(getattr(small, name), getattr(flat, name), **EXACT)
     single = linear_argmax(x[0], weight, linear_bias=bias)
-    assert single.token.shape == () and single.token == flat.token[0]
+    assert single.token.shape == () and single.token == (weight @ x[0] + bias).argmax()
 
 
 def test_autocast_gradients_and_meta():

@@ -23,6 +23,9 @@ PREFIX = tl.constexpr(int(Stream.PREFIX))
 SUFFIX = tl.constexpr(int(Stream.SUFFIX))
 IGNORE = tl.constexpr(-100)
 
+# Tokens that a program handles at a time: 4 a thread. With 8, Triton 3.6 spills 8 bytes.
+TILE = 512
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -311,9 +314,9 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
         inputs.sample_ids, inputs.draw, inputs.row_start if choice is None else choice,
     ]
     block_b = triton.next_power_of_2(spec.block_size)
-    block_q = min(triton.next_power_of_2(max(1, num_sequences)), max(1, 1024 // block_b))
-    # About one program per 1024 tokens; a longer row goes round.
-    chunks = max(1, triton.cdiv(numel, 1024 * max(1, num_sequences)))
+    block_q = min(triton.next_power_of_2(max(1, num_sequences)), max(1, TILE // block_b))
+    # About one program per tile of tokens; a longer row goes round.
+    chunks = max(1, triton.cdiv(numel, TILE * max(1, num_sequences)))
     # Signed words: a seed above 2^31 must not change the argument's type and compile anew.
     key_low, key_high = (word - ((word >> 31) << 32) for word in split_seed(spec.seed))
     with on_device(ids):
@@ -324,7 +327,7 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
             (batch.block, batch.block_start, batch.block_length, batch.rate, batch.count),
             tuple(value.contiguous() for value in sequences),
             num_sequences, bound, chunks, key_low, key_high,
-            PLAN=_plan(inputs, spec), BLOCK_B=block_b, BLOCK_Q=block_q, BLOCK_T=1024,
+            PLAN=_plan(inputs, spec), BLOCK_B=block_b, BLOCK_Q=block_q, BLOCK_T=TILE,
             num_warps=4, enable_fp_fusion=False,
         )
     return batch

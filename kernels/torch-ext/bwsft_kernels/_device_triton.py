@@ -85,14 +85,14 @@ def down_cast(x, dtype: tl.constexpr):
 @triton.jit
 def soft_cap(x, CAP: tl.constexpr):
     """CAP * tanh(x / CAP); CAP 0 leaves x alone."""
-    if CAP == 0.0:
-        return x
-    y = x * (1.0 / CAP)
-    s = y * y
-    # 1 - 2 / (exp(2y) + 1) cancels for small y; the series to y^13 is exact to 1e-7 below 1/2.
-    series = 62 / 2835 + s * (-1382 / 155925 + s * (21844 / 6081075))
-    series = y * (1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * series))))
-    return CAP * tl.where(s < 0.25, series, 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+    if CAP > 0.0:
+        y = x * (1.0 / CAP)
+        s = y * y
+        # 1 - 2 / (exp(2y) + 1) cancels for small y; this series is exact to 1e-7 below 1/2.
+        series = 62 / 2835 + s * (-1382 / 155925 + s * (21844 / 6081075))
+        series = 1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * series)))
+        x = tl.where(s < 0.25, x * series, CAP - 2.0 * CAP / (tl.exp(2.0 * y) + 1.0))
+    return x
 
 
 @triton.jit

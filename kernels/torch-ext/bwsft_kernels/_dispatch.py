@@ -72,6 +72,11 @@ def debugging() -> bool:
     return os.environ.get("BWSFT_DEBUG", "0") == "1"
 
 
+def checking(tensor: torch.Tensor) -> bool:
+    """Whether to look at values: a dozen small launches on a GPU, so there only if asked to."""
+    return not tensor.is_cuda or debugging()
+
+
 def require(condition: torch.Tensor, message) -> None:
     """Raise ValueError(message()) unless the 0-dim bool tensor `condition` holds.
 

@@ -91,13 +91,13 @@ def _head_stats_fwd_kernel(
 
     # Finite, so that a tile without any allowed column sums to exp(-inf) = 0 and not to NaN.
     top = tl.maximum(tl.max(logits, axis=1), -3.0e38)
-    shifted = tl.exp(logits - top[:, None])
+    # exp(-200) is 0 in fp32, so excluded columns add 0 * -200 and not 0 * -inf to the mean.
+    gap = tl.maximum(logits - top[:, None], -200.0, propagate_nan=tl.PropagateNan.ALL)
+    shifted = tl.exp(gap)
     tl.store(out + TOP * N, top, mask=row_in)
     tl.store(out + SUM * N, tl.sum(shifted, axis=1), mask=row_in)
     if PLAN.entropy:
-        # exp(-200) is 0 in fp32, so excluded columns add 0 * -200 and not 0 * -inf.
-        weighted = shifted * tl.maximum(logits - top[:, None], -200.0)
-        tl.store(out + MEAN * N, tl.sum(weighted, axis=1), mask=row_in)
+        tl.store(out + MEAN * N, tl.sum(shifted * gap, axis=1), mask=row_in)
 
     if PLAN.hidden_id >= 0:
         logits = tl.where((cols != PLAN.hidden_id)[None, :], logits, float("-inf"))

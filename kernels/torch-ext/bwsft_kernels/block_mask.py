@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ._dispatch import graph_break, require, triton_twin
+from ._dispatch import checking, graph_break, require, triton_twin
 from ._mask_types import ONE24, MaskedBatch, MaskInputs, MaskSpec
 from .philox import Stream, philox_u24
 
@@ -54,6 +54,8 @@ def _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids, draw)
         raise ValueError("ids must be integers: packed [T] with cu_seqlens, or padded [S, L] alone")
 
     def per_sequence(value, name, size):
+        if isinstance(value, int):  # filled on the device: a copy can't go into a CUDA graph
+            return torch.full((size,), value, dtype=torch.int64, device=ids.device)
         value = torch.as_tensor(value, dtype=torch.int64, device=ids.device)
         if value.shape not in ((size,), ()):
             raise ValueError(f"{name} must have shape [{size}], not {list(value.shape)}")
@@ -67,12 +69,14 @@ def _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids, draw)
         ends = per_sequence(cu_seqlens, "cu_seqlens", len(cu_seqlens))
         num_sequences = len(ends) - 1
         row_start, row_length = ends[:-1], ends.diff()
-        fits = (ends[0] == 0) & (ends[-1] == ids.numel()) & (row_length >= 0).all()
-        require(fits, lambda: f"cu_seqlens must rise from 0 to the {ids.numel()} tokens of ids")
+        if checking(ids):
+            fits = (ends[0] == 0) & (ends[-1] == ids.numel()) & (row_length >= 0).all()
+            require(fits, lambda: f"cu_seqlens must rise from 0 to the {ids.numel()} tokens of ids")
     prompt = per_sequence(prompt_lengths, "prompt_lengths", num_sequences)
     response = per_sequence(response_lengths, "response_lengths", num_sequences)
-    fits = ((prompt >= 0) & (response >= 0) & (prompt + response <= row_length)).all()
-    require(fits, lambda: "prompt_lengths + response_lengths must fit the rows of ids")
+    if checking(ids):
+        fits = ((prompt >= 0) & (response >= 0) & (prompt + response <= row_length)).all()
+        require(fits, lambda: "prompt_lengths + response_lengths must fit the rows of ids")
     if sample_ids is None:
         sample_ids = torch.arange(num_sequences, device=ids.device)
     sample_ids = per_sequence(sample_ids, "sample_ids", num_sequences)
@@ -135,7 +139,7 @@ def _active_block(inputs: MaskInputs, spec: MaskSpec):
     start = torch.maximum(origin + index * spec.block_size, inputs.prompt_lengths)
     length = torch.minimum(end, origin + (index + 1) * spec.block_size) - start
     factor = inverse_rho if spec.block_factor == "sum" else inverse_rho / num_blocks
-    return index, start, torch.where(num_blocks > 0, length, 0), factor
+    return index, start, length, factor
 
 
 def _marks(inputs: MaskInputs, spec: MaskSpec, position, inside):

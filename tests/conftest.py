@@ -1,0 +1,149 @@
+"""What several files train: a byte-level tokenizer, 40 short records, a LLaDA of 40,000 weights."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from bwsft import config as c
+
+SPECIALS = ("<|endoftext|>", "[MASK]", "<|end|>")
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    """One token per byte, then the specials: ids 256 (EOS), 257 ([MASK]), 258 (end of turn)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={ch: i for i, ch in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        mask_token="[MASK]",
+        additional_special_tokens=["<|end|>"],
+        chat_template=CHAT,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_file(tmp_path_factory):
+    """40 sums; responses of 4 to 14 bytes, so that blocks are full, short and several."""
+    rows = [
+        {"query": f"{7 * i}+{i}", "response": f"{8 * i}" + "; ok so"[: i % 8] + "!" * (i % 3 + 2)}
+        for i in range(40)
+    ]
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def tiny(tokenizer_folder, data_file, tmp_path):
+    """tiny(**changes) -> Config of a run of 10 updates over two epochs, a second on one core."""
+    base = c.Config(
+        preset="debug",
+        data=str(data_file),
+        tokenizer=str(tokenizer_folder),
+        out=str(tmp_path / "run"),
+        steps=10,
+        seed=3,
+        block_size=4,
+        gen_length=16,
+        max_length=40,
+        batch_size=4,
+        micro_batch_size=2,
+        save_every=3,
+        keep_last=0,
+        dataset=c.DataConfig(template="chat", holdout=6, cache_dir=str(tmp_path / "cache")),
+        lora=c.LoraConfig(rank=0),
+        optim=c.OptimConfig(lr=3e-3),
+        eval=c.EvalConfig(every=4, draws=2),
+        init=c.InitConfig(d_model=32, n_layers=2, n_heads=2, mlp_hidden_size=64),
+    )
+    return lambda **changes: dataclasses.replace(base, **changes)
+
+
+@pytest.fixture
+def make_run():
+    """make_run(config, dtype) -> a Run, ready for train_step."""
+    import torch
+
+    from bwsft.optim import make_optimizer
+    from bwsft.run import setup
+
+    def make(config, dtype=torch.float32):
+        run = setup(config, c.run_folder(config), None)
+        run.backbone.to(dtype)
+        for name, parameter in run.backbone.named_parameters():
+            if "lora_B" in name:  # zero at the start, which hides the gradient of A
+                torch.nn.init.normal_(parameter, std=0.05, generator=torch.manual_seed(len(name)))
+        run.optimizer = make_optimizer(run.backbone, config.optim)
+        return run
+
+    return make
+
+
+@pytest.fixture
+def flags():
+    """flags(config) -> the command line that gives this config, from the preset's defaults."""
+
+    def flat(tree, prefix=""):
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{name}.")
+            elif value is not None and name != "preset":
+                path = f"{prefix}{name}".replace("_", "-")
+                if isinstance(value, bool):
+                    yield f"--{path}" if value else f"--no-{path}"
+                else:
+                    yield from (f"--{path}", str(value))
+
+    return lambda config: ["train", config.preset, *flat(dataclasses.asdict(config))]
+
+
+@pytest.fixture
+def snapshot():
+    """snapshot(folder) -> {relative path: digest} of everything below it but caches."""
+
+    def take(folder):
+        return {
+            str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in sorted(folder.rglob("*"))
+            if p.is_file() and "cache" not in p.parts
+        }
+
+    return take
+
+
+@pytest.fixture
+def model_folder(tokenizer_folder, tmp_path):
+    """model_folder(**LladaConfig fields) -> folder with a random LLaDA and the tokenizer."""
+    from bwsft.backbones.llada import LladaConfig
+    from bwsft.backbones.load import new_backbone
+
+    def make(name="model", **fields):
+        config = LladaConfig(
+            **{
+                "d_model": 32, "n_layers": 2, "n_heads": 2, "mlp_hidden_size": 64,
+                "vocab_size": 320, "max_sequence_length": 64, "mask_token_id": 257,
+                "eos_token_id": 256, "pad_token_id": 256, **fields,
+            }
+        )
+        folder = tmp_path / name
+        new_backbone(config, seed=1).model.save_pretrained(folder)
+        shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+        return folder
+
+    return make
