@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, memory, costs, provenance, table and JSON.
+"""What the benchmarks share: interleaved timing, memory and counted cost (output.py prints them).
 
 A variant is a function that returns a generator; it yields the name of each phase when the phase
 is done, and code behind the last yield isn't timed. A variant that can't run here is a string
@@ -8,24 +8,20 @@ instead, which says why. Every number belongs to one run on one device, named in
 import argparse
 import gc
 import json
-import math
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).resolve().parents[1]
 # Dense bf16 peaks in FLOP/s, for the share of the roofline; a CPU's peak is measured.
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 
@@ -56,39 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure-memory", metavar="VARIANT", help=argparse.SUPPRESS)
 
 
-def header(device: torch.device) -> dict:
-    def git(*words):
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"cpu, {torch.get_num_threads()} threads, {_cpu_name()}"
-    try:
-        import triton
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    status = git("status", "--porcelain")
-    return {
-        "device": name,
-        "commit": git("rev-parse", "--short=12", "HEAD") or "unknown",
-        "dirty": bool(status) if status is not None else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -109,32 +72,36 @@ def timed(step, device) -> dict:
     return phases
 
 
-def time_interleaved(steps: dict, results: dict, device, rounds: int) -> None:
-    """Rounds over all variants in turn, so that drift of clocks and neighbours hits all alike.
+def attempt(result: Result, function):
+    """function(); a failure becomes the variant's note, because peers may fail in any way."""
+    try:
+        return function()
+    except Exception as error:
+        memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate" in str(error)
+        first = (str(error).splitlines() or [""])[0]
+        result.note = "out of memory" if memory else f"{type(error).__name__}: {first[:160]}"
+    return None
 
-    A variant that runs out of memory keeps that as its result.
-    """
+
+def time_interleaved(steps: dict, results: dict, device, rounds: int) -> None:
+    """Rounds over all variants in turn, so that drift of clocks and neighbours hits all alike."""
     samples = {name: defaultdict(list) for name in steps}
     for turn in range(rounds + 1):  # the first round warms up
         for name, step in steps.items():
+            gc.collect()
             if results[name].note:
                 continue
-            gc.collect()
-            try:
-                phases = timed(step, device)
-            except torch.OutOfMemoryError:
-                results[name].note = "out of memory"
-                continue
-            for phase, seconds in phases.items():
+            phases = attempt(results[name], partial(timed, step, device))
+            for phase, seconds in (phases or {}).items():
                 if turn:
                     samples[name][phase].append(seconds)
     for name, phases in samples.items():
-        if results[name].note:
-            continue
         result, total = results[name], phases["total"]
+        if result.note:
+            continue
         result.median_s = statistics.median(total)
         result.low_s, result.high_s = (float(q) for q in numpy.quantile(total, [0.2, 0.8]))
-        result.phases = {name: statistics.median(times) for name, times in phases.items()}
+        result.phases = {phase: statistics.median(times) for phase, times in phases.items()}
 
 
 class _CountOperators(TorchDispatchMode):
@@ -158,9 +125,9 @@ def count_cost(step, result: Result) -> None:
     result.flops, result.operators = flops.get_total_flops(), operators.count
 
 
-def measure_memory(step, warm_step, device) -> dict:
-    """Peak of one run above the bytes held just before it; warm_step loads libraries."""
-    for _ in warm_step():
+def measure_memory(step, device, result: Result) -> None:
+    """Peak of one run above the bytes held just before it; a run before loads the libraries."""
+    for _ in step():
         pass
     gc.collect()
     if device.type == "cuda":
@@ -174,7 +141,7 @@ def measure_memory(step, warm_step, device) -> dict:
     synchronize(device)
     on_gpu = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else _resident(peak=True)
-    return {"peak_bytes": peak - before, "baseline_bytes": before}
+    result.peak_bytes, result.baseline_bytes = peak - before, before
 
 
 def _resident(peak=False, reset=False) -> int:
@@ -188,16 +155,23 @@ def _resident(peak=False, reset=False) -> int:
     raise RuntimeError(f"/proc/self/status has no {wanted}")
 
 
-def memory_in_child(name: str, result: Result) -> None:
+def memory_in_child(name: str, result: Result, arguments=()) -> None:
     """`measure_memory` in a fresh process: what the allocator of this one holds doesn't count."""
-    command = [sys.executable, *sys.argv, "--measure-memory", name]
+    command = [sys.executable, *sys.argv, *arguments, "--measure-memory", name]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         result.note = f"memory run failed: {lines[-1] if lines else done.returncode}"
         return
-    for key, value in json.loads(done.stdout.splitlines()[-1]).items():
-        setattr(result, key, value)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    result.peak_bytes, result.baseline_bytes = measured["peak_bytes"], measured["baseline_bytes"]
+
+
+def print_memory(name: str, step, device) -> None:
+    """What the child process does."""
+    result = Result(name)
+    measure_memory(step, device, result)
+    print(json.dumps({"peak_bytes": result.peak_bytes, "baseline_bytes": result.baseline_bytes}))
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -212,102 +186,3 @@ def peak_flops(device: torch.device) -> float | None:
         a @ a
         times.append(time.perf_counter() - start)
     return 2 * 2048**3 / min(times)
-
-
-def print_table(title: str, head: dict, results: list, peak: float | None) -> None:
-    console = Console(width=max(118, Console().width))
-    dirty = " (dirty)" if head["dirty"] else ""
-    console.print(f"[bold]{title}[/bold]")
-    console.print(
-        f"{head['device']} · torch {head['torch']} · triton {head['triton']} · python "
-        f"{head['python']} · commit {head['commit']}{dirty} · {head['date']}", highlight=False,
-    )
-    phases = [p for r in results for p in r.phases if p != "total"]
-    phases = list(dict.fromkeys(phases))
-    table = Table()
-    for column in ("variant", *phases, "total ms [20-80 %]", "x naive", "tokens/s",
-                   "supervised/s", "MiB above base", "GFLOP", "ops", "of peak"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    naive = next((r.median_s for r in results if r.name == "naive"), None)
-    for r in results:
-        table.add_row(r.name, *_cells(r, phases, naive, peak))
-    console.print(table)
-    for r in results:
-        if r.note:
-            console.print(f"{r.name}: {r.note}", highlight=False)
-
-
-def _cells(r: Result, phases: list, naive: float | None, peak: float | None) -> list[str]:
-    def show(value, pattern, scale=1.0):
-        return "-" if value is None else pattern.format(value * scale)
-
-    total, share = "-", None
-    if r.median_s is not None:
-        total = f"{r.median_s * 1e3:.1f} [{r.low_s * 1e3:.1f}-{r.high_s * 1e3:.1f}]"
-        share = r.flops / r.median_s / peak if r.flops and peak else None
-    speedup = naive / r.median_s if naive and r.median_s else None
-    return [
-        *(show(r.phases.get(phase), "{:.1f}", 1e3) for phase in phases),
-        total, show(speedup, "{:.2f}"), show(r.tokens_per_s, "{:,.0f}"),
-        show(r.supervised_tokens_per_s, "{:,.0f}"), show(r.peak_bytes, "{:,.1f}", 2**-20),
-        show(r.flops, "{:,.1f}", 1e-9), show(r.operators, "{:,}"), show(share, "{:.0%}"),
-    ]
-
-
-def summary(bench: str, head: dict, results: list) -> dict:
-    """The object of the last line; keys that don't apply are left out."""
-    keys = ("median_s", "tokens_per_s", "supervised_tokens_per_s", "peak_bytes", "flops",
-            "operators")
-    variants = {
-        r.name: {key: getattr(r, key) for key in keys if getattr(r, key) is not None}
-        for r in results if r.median_s is not None
-    }
-    naive = variants.get("naive", {}).get("median_s")
-    speedup = {name: naive / v["median_s"] for name, v in variants.items()} if naive else {}
-    return {"bench": bench, "device": head["device"], "commit": head["commit"],
-            "variants": variants, "speedup": speedup}
-
-
-def finish(args, bench: str, head: dict, points: list) -> None:
-    """Write --json and --plot, then print the summary of the first point as the last line.
-
-    points: [(settings, results)], one for each shape that was measured.
-    """
-    if args.json:
-        everything = [
-            {"settings": settings, "results": [asdict(r) for r in results]}
-            for settings, results in points
-        ]
-        text = json.dumps({"bench": bench, "header": head, "points": everything}, indent=1)
-        Path(args.json).write_text(text + "\n")
-    if args.plot:
-        _plot(args.plot, bench, head, points)
-    print(json.dumps(summary(bench, head, points[0][1])), flush=True)
-
-
-def _plot(path: str, bench: str, head: dict, points: list) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(points), 2, figsize=(10, 0.8 + 2.4 * len(points)),
-                                   squeeze=False, layout="constrained")
-    for (settings, results), (left, right) in zip(points, axes, strict=True):
-        shown = [r for r in results if r.median_s is not None][::-1]
-        names, seconds = [r.name for r in shown], [r.median_s * 1e3 for r in shown]
-        spread = [[(r.median_s - r.low_s) * 1e3 for r in shown],
-                  [(r.high_s - r.median_s) * 1e3 for r in shown]]
-        bars = left.barh(names, seconds, xerr=spread)
-        left.bar_label(bars, fmt="%.0f", padding=3)
-        memory = [(r.peak_bytes or math.nan) / 2**20 for r in shown]
-        right.bar_label(right.barh(names, memory), fmt="%.0f", padding=3)
-        left.set_xlabel("ms, median and 20-80 %")
-        right.set_xlabel("MiB above the baseline")
-        left.set_title(", ".join(f"{k} {v}" for k, v in settings.items()), fontsize=8, loc="left")
-        for axis in (left, right):
-            axis.set_xscale("log")
-            axis.margins(x=0.15)
-    figure.suptitle(f"{bench} on {head['device']}, commit {head['commit']}", fontsize=9)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -274,8 +274,12 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """Read what `to_json` wrote; an unknown or missing field raises ValueError by name."""
-    return _build(Config, json.loads(text), "")
+    """Read what `to_json` wrote; an unknown field raises ValueError by name."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"config.json is not valid JSON ({error})") from None
+    return _build(Config, values, "")
 
 
 _GROUPS = {

@@ -40,9 +40,11 @@ def run_export(options: ExportOptions) -> int:
         raise ValueError(f"{out} exists: name a folder that does not")
     trained = load_trained(options.model, device="cpu", dtype="auto")  # as stored
     backbone = trained.backbone
-    stored = backbone.model.dtype
+    stored = backbone.head()[0].dtype
     target = getattr(torch, options.dtype) if options.dtype else stored
-    backbone.base_model.to(torch.promote_types(stored, target))
+    wide = torch.promote_types(stored, target)
+    if wide != stored:  # else a half-precision base would take its float32 adapter with it
+        backbone.model.to(wide)
     lost = merge_adapter(backbone, target) if hasattr(backbone.model, "peft_config") else None
     backbone.model.to(target)
     with folder_atomic(out) as folder:

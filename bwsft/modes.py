@@ -16,41 +16,41 @@ from bwsft_kernels.block_mask import MaskedBatch, block_mask
 from torch import Tensor
 
 from bwsft.context import Context, Span
+from bwsft.objectives import nelbo
 
 Losses = Iterator[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One context mode with its options; `losses` dispatches on the name.
+    """One context mode with its options.
 
     corrupt(batch, draw) -> (noisy batch, MaskedBatch) is the objective's, draw 0..draws - 1 of one
     visit; all draws of a visit have the same active block.
     """
 
-    name: str
-    draws: int
-    context_grad: bool
-    even: bool  # every active block is full, as the `fixed` canvas makes it
-    prune: bool  # the span of the loss rows is worth naming: it is much shorter than the row
+    name: str = "exact"
+    draws: int = 1
+    context_grad: bool = True
+    even: bool = False
+    """Every active block is full, as the `fixed` canvas makes it."""
+    prune: bool = True
+    """The rows that bear loss lie in one block, much shorter than the row."""
 
-    def losses(self, backbone, batch, corrupt: Callable, spec) -> Losses:
+    def losses(self, backbone, batch, corrupt: Callable, spec, device) -> Losses:
+        """Weighted sums whose total is the batch's, and their numbers of loss rows."""
         if self.name == "block_causal":
-            return block_causal(backbone, batch, spec)
-        if self.name == "cached" or not self.context_grad:
-            return self.frozen(backbone, batch, corrupt, spec)
-        return self.exact(backbone, batch, corrupt, spec)
-
-    def span(self, masked: MaskedBatch, spec) -> Span:
-        length = masked.block_length.clamp(min=1)
-        return Span(masked.block_start, length, spec.block_size, self.even)
+            return block_causal(backbone, batch, spec, device)
+        batch = batch.to(device)
+        if self.name == "exact" and self.context_grad:
+            return self.exact(backbone, batch, corrupt, spec)
+        return self.frozen(backbone, batch, corrupt, spec)
 
     def exact(self, backbone, batch, corrupt, spec) -> Losses:
         """One forward and backward over the whole canvas; the last layer for the block alone."""
         noisy, masked = corrupt(batch, 0)
         context = Context(self.span(masked, spec)) if self.prune else None
-        rows = (masked.rows, masked.row_target, masked.row_weight)
-        yield backbone(noisy, *rows, context), masked.num_rows
+        yield backbone(noisy, *loss_rows(masked), context), masked.num_rows
 
     def frozen(self, backbone, batch, corrupt, spec) -> Losses:
         """A context pass without autograd, then `draws` passes over the active rows against it.
@@ -58,59 +58,89 @@ class Mode:
         `cached` hides the whole active block from the context, as the cached decoder does on
         entering a block; `exact` with context_grad=False shows it the noisy block.
         """
-        cache = None
+        context = None
         for draw in range(self.draws):
             noisy, masked = corrupt(batch, draw)
-            if cache is None:
+            if context is None:
                 span = self.span(masked, spec)
-                cache = backbone_of(backbone).new_cache(batch.num_sequences, batch.max_length)
-                seen = noisy
-                if self.name == "cached":
-                    hidden = span.flat(noisy.cu_seqlens).flatten()
-                    ids = noisy.ids.index_fill(0, hidden, spec.mask_id)
-                    seen = dataclasses.replace(noisy, ids=ids)
-                with torch.no_grad():
-                    backbone(seen, None, None, None, Context(span, cache))
-            rows = (masked.rows, masked.row_target, masked.row_weight)
-            total = backbone(noisy, *rows, Context(span, cache))
-            yield total / self.draws, masked.num_rows
+                context = self.freeze(backbone, noisy, span, spec)
+            yield backbone(noisy, *loss_rows(masked), context) / self.draws, masked.num_rows
+
+    def freeze(self, backbone, noisy, span: Span, spec) -> Context:
+        """The context pass of a noisy batch."""
+        if self.name == "cached":
+            block = span.flat(noisy.cu_seqlens).flatten()
+            hidden = noisy.ids.index_fill(0, block, spec.mask_id)
+            noisy = dataclasses.replace(noisy, ids=hidden)
+        inner = getattr(backbone, "module", backbone)  # inside DDP
+        context = Context(span, inner.new_cache(noisy.num_sequences, noisy.max_length))
+        with torch.no_grad():
+            backbone(noisy, None, None, None, context)
+        return context
+
+    def span(self, masked, spec) -> Span:
+        length = masked.block_length.clamp(min=1)
+        return Span(masked.block_start, length, spec.block_size, self.even)
+
+    def score(self, backbone, state: nelbo.State, spec, device) -> Tensor:
+        """Weighted sum of CE of a held-out state, in the mode's own decoding."""
+        if self.name == "block_causal":
+            noisy = state.noisy
+            # Blocks before the active one are clean in the noisy row; the others aren't seen.
+            one = one_pass(noisy, spec, noisy.ids[response_rows(noisy)])
+            place = torch.full_like(noisy.ids, 0)
+            place[response_rows(noisy)] = one.noisy
+            return backbone(one.to(device), place[state.rows].to(device), *state.loss(device))
+        noisy, rows = state.noisy.to(device), state.rows.to(device)
+        context = None
+        if self.name == "cached":
+            length = (state.stop - state.start).clamp(min=1)
+            span = Span(state.start.to(device), length.to(device), spec.block_size)
+            context = self.freeze(backbone, noisy, span, spec)
+        return backbone(noisy, rows, *state.loss(device), context)
 
 
-def backbone_of(module):
-    """The backbone inside a DDP or FSDP wrapper."""
-    return getattr(module, "module", module)
+def loss_rows(masked: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return masked.rows, masked.row_target, masked.row_weight
 
 
 @dataclass(frozen=True)
 class OnePass:
     """All blocks of a batch in one packed batch: per sequence a clean row [prompt + response] and
-    a noisy copy of the response at the same positions. `mask` [S, 1, L, L] is block-causal."""
+    a noisy copy of the response at the same positions."""
 
-    ids: Tensor
-    cu_seqlens: Tensor
-    position_ids: Tensor
-    max_length: int
-    mask: Tensor
+    ids: Tensor  # [T]
+    cu_seqlens: Tensor  # [S + 1]
+    position_ids: Tensor  # [T]
+    numbers: Tensor  # [S, L] block numbers for block_causal_mask
     noisy: Tensor  # [sum of response lengths] where each response token's noisy copy stands
+    max_length: int
+
+    @property
+    def mask(self) -> Tensor:
+        return block_causal_mask(self.numbers)
+
+    def to(self, device) -> OnePass:
+        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **tensors)
 
 
-def block_causal(backbone, batch, spec) -> Losses:
+def block_causal(backbone, batch, spec, device) -> Losses:
     """Every block of every response supervised by one forward and backward.
 
     Block k of a visit has its own rate and marks (draw = visit * M + k) and weight 1 / (M * count),
-    so that a sequence's weights sum to 1 as in the other modes.
+    so that a sequence's weights sum to 1 as in the other modes. `batch` is on the host.
     """
-    clean = response_rows(batch)
     blocks = block_lengths(batch, spec)
-    owner = torch.repeat_interleave(torch.arange(len(blocks)), torch.tensor(list(map(len, blocks))))
-    number = torch.tensor([k for sizes in blocks for k in range(len(sizes))])
+    per_row = torch.tensor([len(row) for row in blocks])
+    owner = torch.repeat_interleave(torch.arange(len(blocks)), per_row)
+    number = torch.cat([torch.arange(len(row)) for row in blocks])
     sizes = torch.tensor([n for row in blocks for n in row])
-    per_row = torch.tensor([len(b) for b in blocks])
     masked = block_mask(
-        batch.ids[clean],
+        batch.ids[response_rows(batch)],
         torch.zeros_like(sizes),
         sizes,
-        spec,
+        dataclasses.replace(spec, block_origin="response"),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)]).int(),
         sample_ids=batch.sample_ids[owner],
         draw=(batch.visits * per_row)[owner] + number,
@@ -119,8 +149,8 @@ def block_causal(backbone, batch, spec) -> Losses:
     one = one_pass(batch, spec, masked.noisy_ids)
     block_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     weight = masked.row_weight / per_row[owner][block_of[masked.rows]]
-    rows = one.noisy[masked.rows]
-    yield backbone(one, rows, masked.row_target, weight), masked.num_rows
+    rows = (one.noisy[masked.rows], masked.row_target, weight)
+    yield backbone(one.to(device), *(x.to(device) for x in rows)), masked.num_rows.to(device)
 
 
 def response_rows(batch) -> Tensor:
@@ -146,29 +176,26 @@ def block_lengths(batch, spec) -> list[list[int]]:
 
 
 def one_pass(batch, spec, noisy_response: Tensor) -> OnePass:
-    """Lay out clean rows and noisy copies, and the mask that keeps them apart."""
-    ids, positions, numbers, copies, lengths = [], [], [], [], []
-    noisy_parts = noisy_response.split(batch.response_lengths.tolist())
-    total = 0
-    for s, blocks in enumerate(block_lengths(batch, spec)):
-        a, prompt = int(batch.cu_seqlens[s]), int(batch.prompt_lengths[s])
-        length = sum(blocks)
+    """Lay out clean rows and noisy copies. `batch` is on the host."""
+    ids, positions, numbers, copies, lengths = [], [], [], [], [0]
+    parts = noisy_response.split(batch.response_lengths.tolist())
+    for s, (blocks, part) in enumerate(zip(block_lengths(batch, spec), parts, strict=True)):
+        start, prompt, length = int(batch.cu_seqlens[s]), int(batch.prompt_lengths[s]), sum(blocks)
         block = torch.repeat_interleave(torch.arange(1, len(blocks) + 1), torch.tensor(blocks))
-        ids += [batch.ids[a : a + prompt + length], noisy_parts[s]]
+        ids += [batch.ids[start : start + prompt + length], part]
         positions += [torch.arange(prompt + length), torch.arange(prompt, prompt + length)]
-        # Clean blocks are 0 (the prompt), 1, 2, ...; noisy ones -1, -2, ...
+        # The prompt is block 0, clean blocks are 1, 2, ..., their noisy copies -1, -2, ...
         numbers.append(torch.cat([torch.zeros(prompt, dtype=torch.long), block, -block]))
-        copies.append(torch.arange(total + prompt + length, total + prompt + 2 * length))
+        first = sum(lengths) + prompt + length
+        copies.append(torch.arange(first, first + length))
         lengths.append(prompt + 2 * length)
-        total += lengths[-1]
-    padded = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True, padding_value=PAD)
     return OnePass(
         ids=torch.cat(ids),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        cu_seqlens=torch.tensor(lengths).cumsum(0).int(),
         position_ids=torch.cat(positions),
-        max_length=max(lengths),
-        mask=block_causal_mask(padded),
+        numbers=torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True, padding_value=PAD),
         noisy=torch.cat(copies),
+        max_length=max(lengths),
     )
 
 

@@ -147,3 +147,17 @@ def model_folder(tokenizer_folder, tmp_path):
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def assert_no_worse():
+    """assert_no_worse(own, torchs, truth, band): error at most 3x that of torch in the same dtype
+    on the same numbers, both against float64, plus a rounding band (absolute)."""
+
+    def check(own, torchs, truth, band):
+        assert own.shape == truth.shape and own.isfinite().all()
+        if own.numel():
+            error, torchs_error = ((t.double() - truth).abs().max() for t in (own, torchs))
+            assert error <= 3 * torchs_error + band, (float(error), float(torchs_error), band)
+
+    return check

@@ -1,4 +1,4 @@
-"""One update against plain float64 arithmetic, what trains, a golden run, and what ends a run."""
+"""One update against plain float64 arithmetic, what LoRA trains, and what a run leaves behind."""
 
 import copy
 import dataclasses

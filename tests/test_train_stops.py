@@ -49,7 +49,9 @@ def poison_gradient(run):
         (poison_gradient, "gradient norm nan", slice(0, 4)),
     ],
 )
-def test_nan_stops_with_step_samples_and_checkpoint(tiny, make_run, monkeypatch, capsys, poison, what, spoilt):
+def test_nan_stops_with_step_samples_and_checkpoint(
+    tiny, make_run, monkeypatch, capsys, poison, what, spoilt
+):
     config = tiny()
     before_step(monkeypatch, 4, poison)
     assert t.train(config) == 1

@@ -87,7 +87,7 @@ def _choose_block(seq, inside, sequences, key, PLAN: tl.constexpr):
                 index += (cumulative <= threshold).to(tl.int64)
             index = tl.where(blocks > 0, index, 0)
             chosen = tl.load(weights + index, mask=inside, other=1)
-            inverse_rho = total.to(tl.float64) / chosen.to(tl.float64)
+            inverse_rho = total.to(tl.float64) / tl.maximum(chosen, 1).to(tl.float64)
     start = tl.maximum(origin + index * PLAN.block_size, prompt)
     length = tl.minimum(end, origin + (index + 1) * PLAN.block_size) - start
     length = tl.where(blocks > 0, length, 0)

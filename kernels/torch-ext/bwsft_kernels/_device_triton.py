@@ -64,22 +64,29 @@ def gumbel_tile(noise_ptr, rows, tile, N, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def round_bf16(x):
-    """fp32 values rounded to the nearest bf16, ties to even, still stored as fp32.
-
-    Integer arithmetic, because the interpreter truncates its fp32 -> bf16 casts; NaN passes.
-    """
+def _rounded_bits(x):
+    """The bits of fp32 x rounded to bf16, ties to even, low half 0; a NaN stays one."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, 0x7FC00000)
+
+
+@triton.jit
+def round_bf16(x):
+    """fp32 values rounded to the nearest bf16, still stored as fp32."""
+    return _rounded_bits(x).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def down_cast(x, dtype: tl.constexpr):
-    """fp32 to the dtype of a buffer, round to nearest even in the interpreter too."""
+    """fp32 to the dtype of a buffer, rounded to nearest even.
+
+    By integers for bf16: the interpreter's own cast truncates and loses subnormal numbers.
+    """
     if dtype == tl.bfloat16:
-        x = round_bf16(x)
-    return x.to(dtype)
+        return (_rounded_bits(x) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit

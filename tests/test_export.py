@@ -1,0 +1,242 @@
+"""Exported folders hold the model that was trained: merged exactly, rounded once, never half."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bwsft import config as c
+from bwsft import export
+from bwsft.backbones.llada import LladaConfig
+from bwsft.backbones.load import load_backbone, new_backbone
+from bwsft.backbones.lora import add_lora
+from bwsft.checkpoint import save_checkpoint
+from bwsft.export import ExportOptions, run_export
+from bwsft.models import load_trained
+from bwsft.optim import make_optimizer
+from bwsft.templates import load_tokenizer
+
+LORA = c.LoraConfig(rank=3, alpha=7.0, dropout=0.1)
+HALF = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory, tokenizer_folder):
+    """make(dtype, lora, **fields of the LLaDA config) -> checkpoint folder of a run."""
+
+    def build(dtype=torch.bfloat16, lora=LORA, **fields):
+        root = tmp_path_factory.mktemp("export")
+        shape = dict(d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, mlp_hidden_size=48)
+        ids = dict(vocab_size=320, mask_token_id=257, eos_token_id=256, pad_token_id=256)
+        llada = LladaConfig(**shape, **ids, max_sequence_length=64, **fields)
+        backbone = new_backbone(llada, 5, dtype=dtype)
+        backbone.model.save_pretrained(root / "base")
+        if lora.rank:
+            add_lora(backbone, lora, seed=1)
+            for name, weight in backbone.model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(weight, std=0.02, generator=torch.manual_seed(len(name)))
+        backbone.family = dataclasses.replace(backbone.family, end_ids=(258, 256))
+        config = dataclasses.replace(
+            c.debug(),
+            model=str(root / "base"),
+            lora=lora,
+            gen_length=24,
+            block_size=6,
+            dataset=c.DataConfig(template="none"),
+        )
+        state = {"config": json.loads(c.to_json(config)), "data": "", "base": str(root / "base")}
+        optimizer = make_optimizer(backbone, config.optim)
+        words = load_tokenizer(tokenizer_folder)
+        return save_checkpoint(root / "run", 1, backbone, words, optimizer, state)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def adapter(make):
+    return make()
+
+
+def exported(checkpoint, out, **options):
+    assert run_export(ExportOptions(str(checkpoint), out, **options)) == 0
+    return load_file(out / "model.safetensors")
+
+
+def merged_by_hand(checkpoint, lora=LORA):
+    """Every tensor of the base, float32, with alpha / r * B A added where the adapter has it."""
+    base = load_file(checkpoint.parents[2] / "base" / "model.safetensors")
+    weights = {name: weight.float() for name, weight in base.items()}
+    update = load_file(checkpoint / "adapter_model.safetensors")
+    places = {name.split(".lora_")[0] for name in update}
+    assert len(places) == 2 * 7 and len(update) == 2 * len(places)
+    for place in places:
+        a, b = (update[f"{place}.lora_{side}.weight"].float() for side in "AB")
+        name = place.removeprefix("base_model.model.") + ".weight"
+        change = (lora.alpha / lora.rank) * (b.double() @ a.double())
+        assert change.abs().max() > 0
+        weights[name] = (weights[name].double() + change).float()
+    return weights
+
+
+@pytest.mark.parametrize("base", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", [None, "float32", "bfloat16", "float16"])
+def test_merged_in_float32_and_rounded_once(make, tmp_path, base, target):
+    checkpoint = make(HALF[base])
+    found = exported(checkpoint, tmp_path / "out", dtype=target)
+    dtype = HALF[target or base]
+    expected = merged_by_hand(checkpoint)
+    assert found.keys() == expected.keys()
+    # float32 sums of other order differ by an ulp or two; rounding to half turns one in some
+    # thousands of those into another neighbour, so there the count of such weights is bounded.
+    different = total = 0
+    for name, weight in expected.items():
+        assert found[name].dtype == dtype
+        if dtype == torch.float32:
+            torch.testing.assert_close(found[name], weight, rtol=3e-7, atol=3e-8)
+            continue
+        rounded = weight.to(dtype)
+        ulp = (rounded.float().abs() * torch.finfo(dtype).eps).clamp_min(1e-7)
+        assert ((found[name].float() - rounded.float()).abs() <= ulp).all()
+        different += int((found[name] != rounded).sum())
+        total += weight.numel()
+    assert different <= total / 1000
+
+
+def canvas(seed=0):
+    ids = torch.randint(0, 256, (24,), generator=torch.Generator().manual_seed(seed))
+    ids[[7, 8, 20]] = 257
+    positions = torch.cat([torch.arange(10), torch.arange(14)])
+    return ids, positions, torch.tensor([0, 10, 24], dtype=torch.int32)
+
+
+def logits(backbone):
+    with torch.no_grad():
+        return backbone.hidden_states(*canvas()) @ backbone.head()[0].T
+
+
+def test_float32_export_computes_what_the_adapter_computed(make, tmp_path):
+    checkpoint = make(torch.float32)
+    exported(checkpoint, tmp_path / "out")
+    with_adapter = logits(load_trained(str(checkpoint)).backbone)
+    base = logits(load_backbone(checkpoint.parents[2] / "base"))
+    merged = logits(load_backbone(tmp_path / "out"))
+    scale = with_adapter.abs().max()
+    assert (base - with_adapter).abs().max() > 0.1 * scale  # the adapter matters
+    # x (W + s B A) against x W + s (x A) B: rounding of float32, 24 bits, through two layers.
+    assert (merged - with_adapter).abs().max() < 1e-5 * scale
+
+
+def test_half_precision_export_is_within_its_rounding(adapter, tmp_path):
+    """Errors are measured against float64; the merged bf16 weights, computed with in float64, may
+    not be further off than twice the merge rounded by hand."""
+    exported(adapter, tmp_path / "out")
+    exact = load_trained(str(adapter), dtype=torch.float64).backbone
+    exact.model.double()
+    stored = load_backbone(tmp_path / "out", dtype=torch.float64)
+    by_hand = load_backbone(tmp_path / "out", dtype=torch.float64)
+    weights = {n: w.bfloat16().double() for n, w in merged_by_hand(adapter).items()}
+    by_hand.model.load_state_dict(weights)
+    truth = logits(exact)
+    error = (logits(stored) - truth).abs().max()
+    assert 0 < error <= 2 * (logits(by_hand) - truth).abs().max()
+
+
+@pytest.mark.parametrize("target", [None, "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_full_fine_tuning_is_converted(make, tmp_path, target, tied):
+    checkpoint = make(torch.float32, c.LoraConfig(rank=0), weight_tying=tied)
+    before = load_file(checkpoint / "model.safetensors")
+    found = exported(checkpoint, tmp_path / "out", dtype=target)
+    assert found.keys() == before.keys()
+    for name, weight in before.items():
+        assert torch.equal(found[name], weight.to(HALF[target or "float32"]))
+    again = load_backbone(tmp_path / "out")
+    assert again.model.dtype == HALF[target or "float32"]
+
+
+def test_the_folder_is_complete(adapter, tmp_path, capsys):
+    exported(adapter, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "generation_config.json",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {
+        "eos_token_id": [258, 256], "pad_token_id": 256
+    }  # fmt: skip
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
+    backbone = load_backbone(tmp_path / "out")
+    assert set(backbone.family.end_ids) == {256, 258} and backbone.model.dtype == torch.bfloat16
+    ours, theirs = (load_tokenizer(folder) for folder in (tmp_path / "out", adapter))
+    assert ours.chat_template == theirs.chat_template
+    assert ours("7+7=\n")["input_ids"] == theirs("7+7=\n")["input_ids"]
+    shown = capsys.readouterr().out
+    assert "adapter merged, bfloat16" in shown and "% of its norm" in shown
+    assert "--template none --gen-length 24 --block-size 6" in shown
+    # An exported folder is a model folder like any other.
+    exported(tmp_path / "out", tmp_path / "again", dtype="float32")
+    assert "adapter" not in capsys.readouterr().out
+
+
+def test_rounding_is_reported(make, tmp_path):
+    checkpoint = make()
+    backbone = load_trained(str(checkpoint), dtype=torch.bfloat16).backbone
+    lost = export.merge_adapter(backbone, torch.bfloat16)
+    base = load_file(checkpoint.parents[2] / "base" / "model.safetensors")
+    moved = total = 0.0
+    for name, weight in merged_by_hand(checkpoint).items():
+        if not torch.equal(weight, base[name].float()):
+            moved += float((weight.bfloat16().float() - weight).square().sum())
+            total += float((weight - base[name].float()).square().sum())
+    assert lost == pytest.approx((moved / total) ** 0.5, rel=0.01) and lost > 0.001
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_half(adapter, tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match="there exists"):
+        run_export(ExportOptions(str(adapter), tmp_path / "there"))
+    assert not list((tmp_path / "there").iterdir())
+
+    def full(model, folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(export, "save_model", full)
+    with pytest.raises(OSError, match="No space"):
+        run_export(ExportOptions(str(adapter), tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize(
+    "field, value", [("use_dora", True), ("modules_to_save", ["wte"]), ("bias", "all")]
+)
+def test_other_adapters_are_refused(adapter, tmp_path, field, value):
+    backbone = load_trained(str(adapter)).backbone
+    setattr(backbone.model.peft_config["default"], field, value)
+    with pytest.raises(ValueError, match=f"LORA with {field}: merge it with peft"):
+        export.merge_adapter(backbone, torch.float32)
+
+
+def test_official_code_is_kept_or_named(make, tmp_path):
+    checkpoint = make()
+    base = checkpoint.parents[2] / "base"
+    config = json.loads((base / "config.json").read_text())
+    names = {"AutoConfig": "configuration_llada.C", "AutoModel": "modeling_llada.M"}
+    (base / "config.json").write_text(json.dumps(config | {"auto_map": names}))
+
+    def auto_map(out):
+        return json.loads((out / "config.json").read_text()).get("auto_map")
+
+    exported(checkpoint, tmp_path / "without")
+    assert auto_map(tmp_path / "without") is None
+    for module in ("configuration_llada", "modeling_llada"):
+        (base / f"{module}.py").write_text(f"# {module}\n")
+    exported(checkpoint, tmp_path / "with")
+    assert auto_map(tmp_path / "with") == names
+    assert (tmp_path / "with/modeling_llada.py").read_text() == "# modeling_llada\n"
+    hub = LladaConfig(auto_map=names)
+    export.keep_code(hub, "someone/LLaDA", tmp_path / "hub")
+    assert hub.auto_map["AutoModel"] == "someone/LLaDA--modeling_llada.M"
