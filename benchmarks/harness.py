@@ -6,6 +6,7 @@ instead, which says why. Every number belongs to one run on one device, named in
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import statistics
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 # Dense bf16 peaks in FLOP/s, for the share of the roofline; a CPU's peak is measured.
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+SLOW_SECONDS = 60
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Result:
 
     name: str
     note: str = ""
+    rounds: int = 0
     median_s: float | None = None
     low_s: float | None = None
     high_s: float | None = None
@@ -84,24 +87,28 @@ def attempt(result: Result, function):
 
 
 def time_interleaved(steps: dict, results: dict, device, rounds: int) -> None:
-    """Rounds over all variants in turn, so that drift of clocks and neighbours hits all alike."""
+    """Rounds over all variants in turn, so that drift of clocks and neighbours hits all alike.
+
+    The first round warms up and isn't counted. A slow variant stops after SLOW_SECONDS.
+    """
     samples = {name: defaultdict(list) for name in steps}
-    for turn in range(rounds + 1):  # the first round warms up
+    for turn in range(rounds + 1):
         for name, step in steps.items():
-            gc.collect()
-            if results[name].note:
+            times = samples[name]
+            if results[name].note or sum(times["total"]) > SLOW_SECONDS:
                 continue
+            gc.collect()
             phases = attempt(results[name], partial(timed, step, device))
             for phase, seconds in (phases or {}).items():
                 if turn:
-                    samples[name][phase].append(seconds)
-    for name, phases in samples.items():
-        result, total = results[name], phases["total"]
+                    times[phase].append(seconds)
+    for name, times in samples.items():
+        result, total = results[name], times["total"]
         if result.note:
             continue
-        result.median_s = statistics.median(total)
+        result.rounds, result.median_s = len(total), statistics.median(total)
         result.low_s, result.high_s = (float(q) for q in numpy.quantile(total, [0.2, 0.8]))
-        result.phases = {phase: statistics.median(times) for phase, times in phases.items()}
+        result.phases = {phase: statistics.median(seconds) for phase, seconds in times.items()}
 
 
 class _CountOperators(TorchDispatchMode):
@@ -147,6 +154,8 @@ def measure_memory(step, device, result: Result) -> None:
 def _resident(peak=False, reset=False) -> int:
     """Resident bytes of this process, or their high-water mark since the last reset (Linux)."""
     if reset:
+        # Freed blocks that glibc keeps would hide what the next run needs.
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
     wanted = "VmHWM:" if peak else "VmRSS:"
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -50,7 +50,7 @@ def _cpu_name() -> str:
 
 
 def print_table(title: str, head: dict, results: list, peak: float | None) -> None:
-    console = Console(width=max(118, Console().width))
+    console = Console(width=max(140, Console().width))
     dirty = " (dirty)" if head["dirty"] else ""
     console.print(f"[bold]{title}[/bold]")
     console.print(
@@ -60,7 +60,7 @@ def print_table(title: str, head: dict, results: list, peak: float | None) -> No
     phases = [p for r in results for p in r.phases if p != "total"]
     phases = list(dict.fromkeys(phases))
     table = Table()
-    for column in ("variant", *phases, "total ms [20-80 %]", "x naive", "tokens/s",
+    for column in ("variant", *phases, "total ms", "20-80 %", "x naive", "tokens/s",
                    "supervised/s", "MiB above base", "GFLOP", "ops", "of peak"):
         table.add_column(column, justify="left" if column == "variant" else "right")
     naive = next((r.median_s for r in results if r.name == "naive"), None)
@@ -76,16 +76,16 @@ def _cells(r: Result, phases: list, naive: float | None, peak: float | None) -> 
     def show(value, pattern, scale=1.0):
         return "-" if value is None else pattern.format(value * scale)
 
-    total, share = "-", None
+    spread, share = "-", None
     if r.median_s is not None:
-        total = f"{r.median_s * 1e3:.1f} [{r.low_s * 1e3:.1f}-{r.high_s * 1e3:.1f}]"
+        spread = f"{r.low_s * 1e3:.1f}-{r.high_s * 1e3:.1f}"
         share = r.flops / r.median_s / peak if r.flops and peak else None
     speedup = naive / r.median_s if naive and r.median_s else None
     return [
         *(show(r.phases.get(phase), "{:.1f}", 1e3) for phase in phases),
-        total, show(speedup, "{:.2f}"), show(r.tokens_per_s, "{:,.0f}"),
+        show(r.median_s, "{:.1f}", 1e3), spread, show(speedup, "{:.2f}"), show(r.tokens_per_s, "{:,.0f}"),
         show(r.supervised_tokens_per_s, "{:,.0f}"), show(r.peak_bytes, "{:,.1f}", 2**-20),
-        show(r.flops, "{:,.1f}", 1e-9), show(r.operators, "{:,}"), show(share, "{:.0%}"),
+        show(r.flops, "{:,.1f}", 1e-9), show(r.operators, "{:,.0f}"), show(share, "{:.0%}"),
     ]
 
 

@@ -58,6 +58,11 @@ class ObjectiveConfig:
     """Ablation: share of earlier response tokens that are masked too (never supervised)."""
     suffix_leak: float = 0.0
     """Ablation: share of later response tokens that stay visible."""
+    pairs: bool = False
+    """Draws of one context come in complementary pairs: together they mask every token once."""
+    context_grad: bool = True
+    """False takes the context as a constant in exact mode (the paper's Algorithm 1, line 8, read
+    literally)."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,8 @@ class EvalConfig:
 
     every: int = 50
     """Steps between evaluations (also before the first and after the last); 0 turns it off."""
-    draws: int = 2
-    """Masks per held-out block; their counts are stratified."""
+    draws: int = 4
+    """Masked states per held-out example, spread over its blocks; each costs one forward."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,10 @@ class Config:
     """Response positions on the decoder's canvas."""
     max_length: int = 256
     """Longest prompt + response; longer examples are dropped and counted."""
+    context: Literal["exact", "cached", "block_causal"] = "exact"
+    """How the active block's context is computed, in training and then in decoding."""
+    draws_per_context: int = 1
+    """Masks drawn and trained on per context pass (cached)."""
     batch_size: int = 32
     """Sequences per optimiser update."""
     micro_batch_size: int = 32
@@ -224,6 +233,13 @@ PRESETS = {
 }
 
 
+ONE = "steps block_size gen_length max_length batch_size micro_batch_size draws_per_context"
+ONE = [*ONE.split(), "save_every", "eval.draws", "dataset.limit"]
+LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
+    ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip"], 0
+)
+
+
 def run_folder(config: Config) -> Path:
     """Where the run writes: --resume, else --out, else runs/PRESET-seedN."""
     return Path(config.resume or config.out or f"runs/{config.preset}-seed{config.seed}")
@@ -231,10 +247,10 @@ def run_folder(config: Config) -> Path:
 
 def validate(config: Config) -> None:
     """Raise ValueError, naming the field, for values that no run can use."""
-    positive = "steps block_size gen_length max_length batch_size micro_batch_size save_every"
-    for name in positive.split():
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    values = _flat(dataclasses.asdict(config))
+    for path, least in LEAST.items():
+        if values[path] is not None and values[path] < least:
+            raise ValueError(f"--{path.replace('_', '-')} must be at least {least}")
     if config.gen_length % config.block_size:
         fit = math.ceil(config.gen_length / config.block_size) * config.block_size
         raise ValueError(
@@ -248,7 +264,29 @@ def validate(config: Config) -> None:
         )
     if not 0 <= config.seed < 2**63:
         raise ValueError("--seed must lie in [0, 2^63)")
+    _validate_context(config)
     _validate_groups(config)
+
+
+def _validate_context(config: Config) -> None:
+    objective = config.objective
+    if config.draws_per_context > 1 and config.context != "cached":
+        raise ValueError("--draws-per-context above 1 needs --context cached")
+    if objective.pairs and config.draws_per_context % 2:
+        raise ValueError("--objective.pairs needs an even --draws-per-context")
+    if config.context == "exact":
+        return
+    if objective.name == "classical":
+        raise ValueError(f"--objective.name classical has no blocks for --context {config.context}")
+    if not objective.context_grad:
+        raise ValueError("--objective.no-context-grad is for --context exact; the others freeze it")
+    if config.context == "block_causal" and (
+        objective.prefix_noise or objective.suffix_leak or objective.blocks != "uniform"
+    ):
+        raise ValueError(
+            "--context block_causal trains every block behind a clean prefix, with no suffix: "
+            "leave --objective.blocks, prefix-noise and suffix-leak as they are"
+        )
 
 
 def _validate_groups(config: Config) -> None:
@@ -265,8 +303,8 @@ def _validate_groups(config: Config) -> None:
             raise ValueError(f"--objective.{name.replace('_', '-')} must lie in [0, 1]")
     if not (0 < optim.lr and 0 <= optim.warmup <= 1 and 0 <= optim.floor <= 1):
         raise ValueError("--optim needs lr > 0, and warmup and floor in [0, 1]")
-    if lora.rank < 0 or not 0 <= lora.dropout < 1:
-        raise ValueError("--lora needs rank >= 0 and dropout in [0, 1)")
+    if not (0 <= lora.dropout < 1 and lora.alpha > 0):
+        raise ValueError("--lora needs dropout in [0, 1) and alpha > 0")
 
 
 def to_json(config: Config) -> str:

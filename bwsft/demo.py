@@ -16,8 +16,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from bwsft import config as c
-from bwsft import scoring, wordproblems
 from bwsft import data as d
+from bwsft import scoring, wordproblems
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import Generation, decode_stream
 from bwsft.models import Trained, load_trained

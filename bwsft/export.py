@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 import torch
 
 from bwsft.backbones.base import Backbone
-from bwsft.checkpoint import locate, save_model
+from bwsft.checkpoint import save_model
 from bwsft.files import folder_atomic
 from bwsft.models import Trained, adapter_base, load_trained
 
@@ -85,13 +86,10 @@ def merge_adapter(backbone: Backbone, target: torch.dtype) -> float:
 
 
 def code_origin(model: str, trained: Trained) -> str | None:
-    """Where the model came from whose own code may load it: a folder or a Hub id."""
+    """Folder or Hub id of the model that was trained: its own modelling code may lie there."""
     if (Path(trained.folder) / "adapter_config.json").exists():
         return adapter_base(trained.folder, trained.state)
-    if trained.state:
-        named = trained.state["config"]["model"]
-        return named and locate(named)[0]
-    return model
+    return trained.state["config"]["model"] if trained.state else model
 
 
 def write_model(trained: Trained, origin: str | None, folder: Path) -> None:
@@ -115,7 +113,7 @@ def keep_code(config, origin: str | None, folder: Path) -> None:
     if origin and all((source / file).is_file() for file in files):
         for file in files:
             shutil.copyfile(source / file, folder / file)
-    elif origin and not source.exists():
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", origin or "") and not source.exists():
         config.auto_map = {
             auto: target if "--" in target else f"{origin}--{target}"
             for auto, target in named.items()

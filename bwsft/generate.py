@@ -179,7 +179,7 @@ def denoise(model: Backbone, canvas: Canvas, config: DecodeConfig, step: int) ->
         max_length=max(row.length for row in canvas.rows),
     )
     request = canvas.requests[slots // width]
-    key = (request, torch.full_like(rows, step), slots)
+    key = (request, torch.full_like(rows, step), position.flatten()[slots])
     best = choose(model, hidden.index_select(0, model.predicting_rows(rows)), config, key)
 
     # 3. Commit: each of the N rows gets its token or stays [MASK].

@@ -71,13 +71,14 @@ def run_generate(options: GenerateOptions) -> int:
     for path in filter(None, (options.out, options.trace)):
         refuse_existing(path, options.resume)
     decoder = Decoder.load(options)
+    prompts = decoder.encode(questions)  # before any file is made: it may refuse one
     run = decoder.digest()
     out = options.out and ResultFile(options.out, run, questions)
     trace = options.trace and ResultFile(options.trace, run, questions)
     done = len(out.lines) if out else 0
     if trace:
         trace.keep(done)
-    for index, generation in enumerate(decoder.answers(questions, done, bool(trace)), done):
+    for index, generation in enumerate(decoder.answers(prompts, done, bool(trace)), done):
         text = decoder.text(generation.tokens)
         # The trace first: a killed run then has a trace for every answer.
         if trace:
@@ -100,7 +101,7 @@ def make_decoder(options: GenerateOptions) -> Decode:
     def decode(questions: list[str]) -> Sequence[Decoded]:
         return [
             Decoded(decoder.text(found.tokens), len(found.tokens), found.ended)
-            for found in decoder.answers(questions)
+            for found in decoder.answers(decoder.encode(questions))
         ]
 
     return decode
@@ -123,6 +124,8 @@ def read_questions(options: GenerateOptions) -> list[str]:
     for number, question in enumerate(questions, 1):
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"{options.prompts or '--prompt'}: prompt {number} has no text")
+        if any("\ud800" <= character <= "\udfff" for character in question):
+            raise ValueError(f"{options.prompts or '--prompt'}: prompt {number} is not valid text")
     return questions
 
 
@@ -183,14 +186,19 @@ class Decoder:
         config = DecodeConfig(**sizes, **own, steps=options.steps)
         return cls(trained, Template(trained.tokenizer, name), config)
 
-    def answers(
-        self, questions: list[str], skip: int = 0, trace: bool = False
-    ) -> Iterator[Generation]:
-        """Decode the questions behind the first `skip`, in order, with a progress bar. ValueError
-        for a question that the model cannot take, or if the model produces NaN."""
+    def encode(self, questions: list[str]) -> list[list[int]]:
+        """Token ids of the prompts; ValueError for one that the model cannot take."""
         prompts = self.template.encode_prompts(questions)
+        family = self.trained.backbone.family
+        check_request(prompts, range(len(prompts)), family, self.config)
+        return prompts
+
+    def answers(
+        self, prompts: list[list[int]], skip: int = 0, trace: bool = False
+    ) -> Iterator[Generation]:
+        """Decode the prompts behind the first `skip`, in order, with a progress bar. ValueError if
+        the model produces NaN."""
         numbers = range(len(prompts))
-        check_request(prompts, numbers, self.trained.backbone.family, self.config)
         found = decode_stream(
             self.trained.backbone, prompts[skip:], self.config, trace=trace, requests=numbers[skip:]
         )

@@ -1,14 +1,15 @@
 """How a training step meets the context mode: each mode yields losses, one backward each.
 
-A mode takes a packed batch (on the host) and yields (weighted sum of CE, number of loss rows). The
+A mode takes a packed batch on the host and yields (weighted sum of CE, number of loss rows). The
 sums of one batch add up to the sum over its sequences, so that a step divides by sequences alone,
-whatever the mode. No graph outlives its backward.
+whatever the mode. No graph outlives its backward. `run` is a bwsft.run.Run: its backbone, spec,
+device, autocast and corrupt(batch, draw), the objective's masks of one of the visit's draws.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +17,14 @@ from bwsft_kernels.block_mask import MaskedBatch, block_mask
 from torch import Tensor
 
 from bwsft.context import Context, Span
-from bwsft.objectives import nelbo
+from bwsft.objectives.nelbo import State
 
 Losses = Iterator[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One context mode with its options.
-
-    corrupt(batch, draw) -> (noisy batch, MaskedBatch) is the objective's, draw 0..draws - 1 of one
-    visit; all draws of a visit have the same active block.
-    """
+    """One context mode with its options."""
 
     name: str = "exact"
     draws: int = 1
@@ -37,22 +34,23 @@ class Mode:
     prune: bool = True
     """The rows that bear loss lie in one block, much shorter than the row."""
 
-    def losses(self, backbone, batch, corrupt: Callable, spec, device) -> Losses:
+    def losses(self, run, batch) -> Losses:
         """Weighted sums whose total is the batch's, and their numbers of loss rows."""
         if self.name == "block_causal":
-            return block_causal(backbone, batch, spec, device)
-        batch = batch.to(device)
+            return block_causal(run, batch)
         if self.name == "exact" and self.context_grad:
-            return self.exact(backbone, batch, corrupt, spec)
-        return self.frozen(backbone, batch, corrupt, spec)
+            return self.exact(run, batch.to(run.device))
+        return self.frozen(run, batch.to(run.device))
 
-    def exact(self, backbone, batch, corrupt, spec) -> Losses:
+    def exact(self, run, batch) -> Losses:
         """One forward and backward over the whole canvas; the last layer for the block alone."""
-        noisy, masked = corrupt(batch, 0)
-        context = Context(self.span(masked, spec)) if self.prune else None
-        yield backbone(noisy, *loss_rows(masked), context), masked.num_rows
+        noisy, masked = run.corrupt(batch, 0)
+        context = Context(self.span(masked, run.spec)) if self.prune else None
+        with run.autocast():
+            total = run.backbone(noisy, *loss_rows(masked), context)
+        yield total, masked.num_rows
 
-    def frozen(self, backbone, batch, corrupt, spec) -> Losses:
+    def frozen(self, run, batch) -> Losses:
         """A context pass without autograd, then `draws` passes over the active rows against it.
 
         `cached` hides the whole active block from the context, as the cached decoder does on
@@ -60,44 +58,46 @@ class Mode:
         """
         context = None
         for draw in range(self.draws):
-            noisy, masked = corrupt(batch, draw)
-            if context is None:
-                span = self.span(masked, spec)
-                context = self.freeze(backbone, noisy, span, spec)
-            yield backbone(noisy, *loss_rows(masked), context) / self.draws, masked.num_rows
+            noisy, masked = run.corrupt(batch, draw)
+            with run.autocast():
+                if context is None:
+                    context = self.freeze(run, noisy, self.span(masked, run.spec))
+                total = run.backbone(noisy, *loss_rows(masked), context) / self.draws
+            yield total, masked.num_rows
 
-    def freeze(self, backbone, noisy, span: Span, spec) -> Context:
+    def freeze(self, run, noisy, span: Span) -> Context:
         """The context pass of a noisy batch."""
         if self.name == "cached":
             block = span.flat(noisy.cu_seqlens).flatten()
-            hidden = noisy.ids.index_fill(0, block, spec.mask_id)
+            hidden = noisy.ids.index_fill(0, block, run.spec.mask_id)
             noisy = dataclasses.replace(noisy, ids=hidden)
-        inner = getattr(backbone, "module", backbone)  # inside DDP
+        inner = getattr(run.backbone, "module", run.backbone)  # inside DDP
         context = Context(span, inner.new_cache(noisy.num_sequences, noisy.max_length))
         with torch.no_grad():
-            backbone(noisy, None, None, None, context)
+            run.backbone(noisy, None, None, None, context)
         return context
 
     def span(self, masked, spec) -> Span:
         length = masked.block_length.clamp(min=1)
         return Span(masked.block_start, length, spec.block_size, self.even)
 
-    def score(self, backbone, state: nelbo.State, spec, device) -> Tensor:
+    def score(self, run, state: State) -> Tensor:
         """Weighted sum of CE of a held-out state, in the mode's own decoding."""
-        if self.name == "block_causal":
-            noisy = state.noisy
-            # Blocks before the active one are clean in the noisy row; the others aren't seen.
-            one = one_pass(noisy, spec, noisy.ids[response_rows(noisy)])
-            place = torch.full_like(noisy.ids, 0)
-            place[response_rows(noisy)] = one.noisy
-            return backbone(one.to(device), place[state.rows].to(device), *state.loss(device))
-        noisy, rows = state.noisy.to(device), state.rows.to(device)
-        context = None
-        if self.name == "cached":
-            length = (state.stop - state.start).clamp(min=1)
-            span = Span(state.start.to(device), length.to(device), spec.block_size)
-            context = self.freeze(backbone, noisy, span, spec)
-        return backbone(noisy, rows, *state.loss(device), context)
+        noisy, rows, context = state.noisy, state.rows.to(run.device), None
+        loss = (state.target.to(run.device), state.weight.to(run.device))
+        with run.autocast():
+            if self.name == "block_causal":
+                # Blocks before the active one are clean in the noisy row; it sees no others.
+                one = one_pass(noisy, run.eval_spec, noisy.ids[response_rows(noisy)])
+                copy_of = torch.zeros_like(noisy.ids)
+                copy_of[response_rows(noisy)] = one.noisy
+                return run.backbone(one.to(run.device), copy_of.to(run.device)[rows], *loss)
+            noisy = noisy.to(run.device)
+            if self.name == "cached":
+                start, length = (x.to(run.device) for x in (state.start, state.stop - state.start))
+                span = Span(start, length.clamp(min=1), run.eval_spec.block_size)
+                context = self.freeze(run, noisy, span)
+            return run.backbone(noisy, rows, *loss, context)
 
 
 def loss_rows(masked: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,12 +125,13 @@ class OnePass:
         return dataclasses.replace(self, **tensors)
 
 
-def block_causal(backbone, batch, spec, device) -> Losses:
+def block_causal(run, batch) -> Losses:
     """Every block of every response supervised by one forward and backward.
 
     Block k of a visit has its own rate and marks (draw = visit * M + k) and weight 1 / (M * count),
     so that a sequence's weights sum to 1 as in the other modes. `batch` is on the host.
     """
+    spec = run.spec
     blocks = block_lengths(batch, spec)
     per_row = torch.tensor([len(row) for row in blocks])
     owner = torch.repeat_interleave(torch.arange(len(blocks)), per_row)
@@ -149,8 +150,10 @@ def block_causal(backbone, batch, spec, device) -> Losses:
     one = one_pass(batch, spec, masked.noisy_ids)
     block_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     weight = masked.row_weight / per_row[owner][block_of[masked.rows]]
-    rows = (one.noisy[masked.rows], masked.row_target, weight)
-    yield backbone(one.to(device), *(x.to(device) for x in rows)), masked.num_rows.to(device)
+    rows = (x.to(run.device) for x in (one.noisy[masked.rows], masked.row_target, weight))
+    with run.autocast():
+        total = run.backbone(one.to(run.device), *rows)
+    yield total, masked.num_rows.to(run.device)
 
 
 def response_rows(batch) -> Tensor:

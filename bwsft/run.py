@@ -31,6 +31,7 @@ from bwsft.checkpoint import (
 )
 from bwsft.files import folder_atomic, write_atomic
 from bwsft.models import ModelPlan, own_memory, pick_device, plan_model, plan_tokenizer
+from bwsft.modes import Mode
 from bwsft.objectives import blockwise, classical
 from bwsft.optim import make_optimizer, trainable
 
@@ -70,10 +71,16 @@ class Run:
     optimizer: torch.optim.Optimizer
     data: TrainingData
     objective: ModuleType
+    mode: Mode
     spec: MaskSpec
     eval_spec: MaskSpec
     base: str | None
     """Model that an adapter belongs to; None for full fine-tuning."""
+
+    def corrupt(self, batch: d.Batch, draw: int):
+        """(noisy batch, MaskedBatch) of one of the visit's draws."""
+        order, draws = self.config.objective.blocks, self.config.draws_per_context
+        return self.objective.corrupt(batch, self.spec, order, draw, draws)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """bf16 matmuls on CUDA; on the CPU everything is fp32."""
@@ -180,6 +187,13 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
         optimizer=make_optimizer(backbone, config.optim),
         data=data,
         objective=objective,
+        mode=Mode(
+            name=config.context,
+            draws=config.draws_per_context,
+            context_grad=config.objective.context_grad,
+            even=config.dataset.canvas == "fixed" and family.block_origin == "response",
+            prune=config.objective.name == "blockwise",
+        ),
         spec=objective.mask_spec(config, family),
         eval_spec=dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED),
         base=plan.base if config.lora.rank else None,
@@ -268,8 +282,8 @@ def banner(run: Run) -> None:
     what = f"LoRA r {config.lora.rank}" if config.lora.rank else "full fine-tuning"
     micro = config.micro_batch_size
     print(
-        f"{config.objective.name} SFT, {what}: {trained:,} of {total:,} parameters train; "
-        f"{run.device}, {kernels} kernels\n"
+        f"{config.objective.name} SFT, {config.context} context, {what}: {trained:,} of {total:,} "
+        f"parameters train; {run.device}, {kernels} kernels\n"
         f"canvas {config.gen_length} = {config.gen_length // config.block_size} blocks x "
         f"{config.block_size}; batch {config.batch_size} = {config.batch_size // micro} x {micro}; "
         f"{config.steps} steps = {config.steps * config.batch_size / len(data.train_index):.2f} "

@@ -57,19 +57,16 @@ def train_step(run: Run, step: int) -> Step:
     for start in range(0, len(slots), config.micro_batch_size):
         # 1. Pack: no padding, the canvas of every example laid out as the decoder will see it.
         part = slots[start : start + config.micro_batch_size]
-        batch = data.pack(part).to(run.device)
+        batch = data.pack(part)
         seed_dropout(config.seed, step, data.sample_ids(part)[0])
 
-        # 2. Corrupt: active block, rate, marks, hidden suffix; loss rows and their weights.
-        noisy, masked = run.objective.corrupt(batch, run.spec, config.objective.blocks)
-
-        # 3. Forward: the head meets the loss rows only. Backward adds to the gradients.
-        with run.autocast():
-            total = run.backbone(noisy, masked.rows, masked.row_target, masked.row_weight)
-        (total / len(slots)).backward()
-
-        losses.append(total.detach())
-        supervised.append(masked.num_rows)
+        # 2. Corrupt (active block, rate, marks, hidden suffix) and forward, as the context mode
+        #    has it; the head meets the loss rows only.
+        for total, num_rows in run.mode.losses(run, batch):
+            # 3. Backward adds to the gradients; no graph outlives its draw.
+            (total / len(slots)).backward()
+            losses.append(total.detach())
+            supervised.append(num_rows)
         tokens += batch.ids.numel()
 
     # 4. From here on the host waits for the device: check, clip, update.
@@ -97,7 +94,8 @@ def seed_dropout(seed: int, step: int, first_sample: int) -> None:
 def check_finite(run: Run, step: int, slots, sums: list[float]) -> None:
     """Raise TrainingStopped, naming the micro-batch, unless every summed loss is finite."""
     size = run.config.micro_batch_size
-    for i, value in enumerate(sums):
+    for k, value in enumerate(sums):
+        i = k // run.config.draws_per_context
         if not math.isfinite(value):
             raise stopped(run, step, slots[i * size : (i + 1) * size], f"loss {value}")
 
@@ -116,13 +114,12 @@ def stopped(run: Run, step: int, slots, what: str) -> TrainingStopped:
 def evaluate(run: Run) -> float:
     """Held-out blockwise NELBO, nats per response token, with draws that never change."""
     run.backbone.eval()
-    with run.autocast():
-        value = nelbo.blockwise_nelbo(
-            run.backbone,
-            (b.to(run.device) for b in run.data.holdout_batches(run.config.micro_batch_size)),
-            run.eval_spec,
-            run.config.eval.draws,
-        )
+    value = nelbo.blockwise_nelbo(
+        lambda state: run.mode.score(run, state),
+        run.data.holdout_batches(run.config.micro_batch_size),
+        run.eval_spec,
+        run.config.eval.draws,
+    )
     run.backbone.train()
     return value
 

@@ -106,7 +106,7 @@ def flags():
             elif value is not None and name != "preset":
                 path = f"{prefix}{name}".replace("_", "-")
                 if isinstance(value, bool):
-                    yield f"--{path}" if value else f"--no-{path}"
+                    yield f"--{path}" if value else f"--{prefix}no-{name}".replace("_", "-")
                 else:
                     yield from (f"--{path}", str(value))
 

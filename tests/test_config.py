@@ -44,11 +44,23 @@ def test_presets_carry_the_differences_of_paper_and_code():
         ({"objective": c.ObjectiveConfig(prefix_noise=1.5)}, "prefix-noise"),
         ({"optim": c.OptimConfig(lr=0.0)}, "lr > 0"),
         ({"lora": c.LoraConfig(dropout=1.0)}, "dropout"),
+        ({"lora": c.LoraConfig(alpha=0.0)}, "alpha > 0"),
+        ({"lora": c.LoraConfig(rank=-1)}, "--lora.rank must be at least 0"),
+        ({"eval": c.EvalConfig(draws=0)}, "--eval.draws must be at least 1"),
+        ({"dataset": c.DataConfig(limit=0)}, "--dataset.limit must be at least 1"),
+        ({"dataset": c.DataConfig(holdout=-1)}, "--dataset.holdout must be at least 0"),
+        ({"optim": c.OptimConfig(clip=-1.0)}, "--optim.clip must be at least 0"),
+        ({"keep_last": -1}, "--keep-last must be at least 0"),
     ],
 )
 def test_validation_names_the_field(change, word):
     with pytest.raises(ValueError, match=word.replace("(", r"\(")):
         c.validate(dataclasses.replace(c.paper(), **change))
+
+
+def test_stored_config_cut_short():
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        c.from_json(c.to_json(c.debug())[:-9])
 
 
 def test_unknown_field_in_stored_config():

@@ -60,7 +60,7 @@ def test_a_traversal_visits_every_block_once(origin):
                 dataclasses.replace(batch, visits=torch.full((len(counts),), traversal * m + turn))
                 for turn in range(m)
             ]
-            seen = [int(blockwise.choose_blocks(b, spec, "traversal")[s]) for b in visits]
+            seen = [int(blockwise.choose_blocks(b, spec, "traversal", 1)[s]) for b in visits]
             assert sorted(seen) == list(range(m))
             orders.add((s, *seen))
     assert len(orders) > 2 * len(counts)  # shuffled anew, per example and traversal
@@ -69,7 +69,7 @@ def test_a_traversal_visits_every_block_once(origin):
 def test_sequential_blocks_come_in_turn_and_start_again():
     spec = MaskSpec(4, MASK)
     for visit in range(9):
-        chosen = blockwise.choose_blocks(batch_of(LENGTHS, visit=visit), spec, "sequential")
+        chosen = blockwise.choose_blocks(batch_of(LENGTHS, visit=visit), spec, "sequential", 1)
         assert chosen.tolist() == [visit % m for m in (4, 1, 1, 4, 6, 2)]
 
 
@@ -98,16 +98,33 @@ def test_uniform_takes_the_visit_as_the_draw():
     assert torch.equal(masked.row_weight, expected.row_weight)
 
 
+@pytest.mark.parametrize("order", ["uniform", "traversal", "sequential"])
+def test_the_draws_of_a_visit_share_the_block_and_not_the_marks(order):
+    spec, lengths = MaskSpec(4, MASK, seed=6, empty="skip"), [(3, 16)] * 200
+    visits = [blockwise.corrupt(batch_of(lengths, visit=v), spec, order, d, 3)[1]
+              for v in (0, 1) for d in (0, 1, 2)]
+    for first in (0, 3):
+        one, two, three = visits[first : first + 3]
+        assert torch.equal(one.block, two.block) and torch.equal(one.block, three.block)
+    labels = [v.labels for v in visits]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(labels, 2))
+    if order == "uniform":  # each block of four a quarter of the time, 4.5 standard errors
+        shares = torch.bincount(visits[0].block, minlength=4) / 200
+        assert ((shares - 0.25).abs() < 4.5 * math.sqrt(0.1875 / 200)).all()
+        alone = blockwise.corrupt(batch_of(lengths, visit=0), spec, order)[1]
+        assert torch.equal(alone.block, visits[0].block)
+
+
 def test_mask_spec_carries_every_choice():
     objective = c.ObjectiveConfig(
         weight="flat", empty="skip", block_factor="sum", low=0.25, high=0.75, prefix_noise=0.1,
-        suffix_leak=0.2,
+        suffix_leak=0.2, pairs=True,
     )
     config = dataclasses.replace(c.debug(), objective=objective, seed=77, block_size=16)
     family = dataclasses.replace(FAMILY, block_origin="absolute")
     assert blockwise.mask_spec(config, family) == MaskSpec(
         16, MASK, seed=77, low=0.25, high=0.75, weight="flat", empty="skip", block_factor="sum",
-        prefix_noise=0.1, suffix_leak=0.2, block_origin="absolute",
+        prefix_noise=0.1, suffix_leak=0.2, block_origin="absolute", pairs=True,
     )
 
 
@@ -174,7 +191,8 @@ def test_states_mask_one_block_and_hide_what_follows(origin):
     batch = batch_of(LENGTHS, canvas="fixed", origin=origin)
     row = torch.repeat_interleave(torch.arange(6), batch.cu_seqlens.diff().long())
     end = (batch.prompt_lengths + batch.response_lengths)[row]
-    for noisy, rows, target, weight in nelbo.masked_states(batch, spec, 5):
+    for state in nelbo.masked_states(batch, spec, 5):
+        noisy, rows, target, weight, start, stop = state
         assert torch.equal(target, batch.ids[rows]) and (noisy.ids[rows] == MASK).all()
         torch.testing.assert_close(loss_of_ones(batch, rows, weight), torch.ones(6))
         grid = batch.position_ids if origin == "absolute" else (
@@ -186,6 +204,8 @@ def test_states_mask_one_block_and_hide_what_follows(origin):
         later = response & (grid // 4 > active[row])
         marked = torch.zeros_like(response)
         marked[rows] = True
+        inside = (batch.position_ids >= start[row]) & (batch.position_ids < stop[row])
+        assert torch.equal(inside, response & (grid // 4 == active[row]))
         assert torch.equal(noisy.ids, torch.where(marked | later, MASK, batch.ids))
 
 
@@ -195,9 +215,9 @@ def test_states_spread_over_the_blocks():
     offset = torch.arange(50)[:, None] * 19 + 3
     for draws in (4, 8, 2):
         blocks = []
-        for _, rows, _, _ in nelbo.masked_states(batch, spec, draws):
+        for state in nelbo.masked_states(batch, spec, draws):
             hit = torch.zeros(50 * 19, dtype=torch.bool)
-            hit[rows] = True
+            hit[state.rows] = True
             blocks.append(hit[offset + torch.arange(16)].view(50, 4, 4).any(-1))
         visits = torch.stack(blocks).long().sum(0)  # [50, 4]
         assert (visits == draws / 4).all() if draws >= 4 else (visits.sum(1) == draws).all()
@@ -233,8 +253,9 @@ def test_nelbo_is_unbiased_for_exact_enumeration(draws):
     table = torch.tensor([[toy_cross_entropy(h, i) for i in range(5)] for h in range(32)])
     estimates = torch.zeros(6000)
 
-    def score(noisy, rows, target, weight):
-        hidden = (noisy.ids.view(-1, 7)[:, 2:] == MASK).long() @ (1 << torch.arange(5))
+    def score(state):
+        rows, weight = state.rows, state.weight
+        hidden = (state.noisy.ids.view(-1, 7)[:, 2:] == MASK).long() @ (1 << torch.arange(5))
         ce = table[hidden[rows // 7], rows % 7 - 2]
         estimates.index_add_(0, rows // 7, weight * ce / draws)
         return (weight * ce).sum()
@@ -248,8 +269,8 @@ def test_nelbo_is_unbiased_for_exact_enumeration(draws):
 
 
 def test_nelbo_is_fixed_and_needs_no_particular_batches():
-    def score(noisy, rows, target, weight):
-        return (weight * noisy.ids.sum().remainder(7) * (1 + rows.numel())).sum()
+    def score(state):
+        return (state.weight * state.noisy.ids.sum().remainder(7) * len(state.rows)).sum()
 
     spec = MaskSpec(4, MASK, seed=9)
     one = [batch_of([length], first_id=i) for i, length in enumerate(LENGTHS)]
@@ -258,8 +279,8 @@ def test_nelbo_is_fixed_and_needs_no_particular_batches():
     other = dataclasses.replace(spec, seed=10)
     assert nelbo.blockwise_nelbo(score, one, other, 3) != again
 
-    def constant(noisy, rows, target, weight):
-        return 2.5 * weight.sum()
+    def constant(state):
+        return 2.5 * state.weight.sum()
 
     for batches in (one, [batch_of(LENGTHS)]):
         assert nelbo.blockwise_nelbo(constant, batches, spec, 3) == pytest.approx(2.5, rel=1e-6)

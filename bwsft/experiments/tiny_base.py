@@ -9,12 +9,11 @@ that fine-tuning has something to teach.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from bwsft import wordproblems
 from bwsft import config as c
+from bwsft import wordproblems
 
 SEED = 7
 SPECIALS = ("<|endoftext|>", "[MASK]", "<|user|>", "<|assistant|>", "<|end|>")

@@ -41,17 +41,22 @@ def mask_spec(config, family) -> MaskSpec:
         prefix_noise=o.prefix_noise,
         suffix_leak=o.suffix_leak,
         block_origin=family.block_origin,
+        pairs=o.pairs,
     )
 
 
-def choose_blocks(batch, spec: MaskSpec, order: str) -> Tensor | None:
-    """Active block of each sequence [S] for `traversal` and `sequential`; None: uniform draw.
+def choose_blocks(batch, spec: MaskSpec, order: str, draws: int) -> Tensor | None:
+    """Active block of each sequence [S], one for all draws of a visit; None: the kernel's own.
 
     A traversal is M visits; its order sorts the blocks by the words of (block, traversal).
     """
-    if order == "uniform":
+    if order == "uniform" and draws == 1:
         return None
     blocks = num_blocks(batch, spec)
+    if order == "uniform":
+        first = batch.visits * draws
+        word = philox_u24(0, first, batch.sample_ids, seed=spec.seed, stream=Stream.BLOCK)
+        return word * blocks >> 24
     turn = batch.visits % blocks
     if order == "sequential":
         return turn
@@ -78,8 +83,9 @@ def num_blocks(batch, spec: MaskSpec) -> Tensor:
     return ((into + batch.response_lengths + size - 1) // size).clamp(min=1)
 
 
-def corrupt(batch, spec: MaskSpec, order: str = "uniform"):
-    """(noisy batch, MaskedBatch with loss rows and row weights) for one visit of each example.
+def corrupt(batch, spec: MaskSpec, order: str = "uniform", draw: int = 0, draws: int = 1):
+    """(noisy batch, MaskedBatch with loss rows and row weights) for one visit of each example:
+    `draw` of `draws` masks of the same active block.
 
     The weights sum to 1 per sequence (0 where nothing bears loss): a step divides the summed
     loss once by its number of sequences.
@@ -91,7 +97,7 @@ def corrupt(batch, spec: MaskSpec, order: str = "uniform"):
         spec,
         cu_seqlens=batch.cu_seqlens,
         sample_ids=batch.sample_ids,
-        draw=batch.visits,
-        block=choose_blocks(batch, spec, order),
+        draw=batch.visits * draws + draw,
+        block=choose_blocks(batch, spec, order, draws),
     )
     return dataclasses.replace(batch, ids=masked.noisy_ids), masked

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from bwsft_kernels.philox import Stream, philox_u24
@@ -27,8 +28,19 @@ FIRST_DRAW = 1 << 31
 GOLDEN24 = 10368889
 
 
-def masked_states(batch, spec, draws: int) -> Iterator[tuple]:
-    """Yield (noisy batch, rows [N], target [N], weight [N] fp32), `draws` times.
+class State(NamedTuple):
+    """A batch with one block per sequence partly masked, and what to predict in it."""
+
+    noisy: Any  # the batch with its noisy ids
+    rows: Tensor  # [N] flat indices of the masked tokens
+    target: Tensor  # [N]
+    weight: Tensor  # [N] fp32
+    start: Tensor  # [S] the active block's positions in its row
+    stop: Tensor  # [S]
+
+
+def masked_states(batch, spec, draws: int) -> Iterator[State]:
+    """Yield `draws` states of a batch.
 
     The weights are 1/l: they sum to 1 per sequence, and the weighted sum of CE over the rows,
     divided by the number of sequences, estimates nats per response token.
@@ -45,7 +57,8 @@ def masked_states(batch, spec, draws: int) -> Iterator[tuple]:
         rows = marked.nonzero().squeeze(1)
         noisy = batch.ids.masked_fill(marked | suffix, spec.mask_id)
         weight = (1 / count[owner[rows]]).float()
-        yield dataclasses.replace(batch, ids=noisy), rows, batch.ids[rows], weight
+        noisy = dataclasses.replace(batch, ids=noisy)
+        yield State(noisy, rows, batch.ids[rows], weight, start, stop)
 
 
 def _shifted(batch, spec, stream: Stream, draw: int, draws: int | None) -> Tensor:
@@ -80,14 +93,14 @@ def _smallest(batch, spec, draw: int, owner, active, count) -> Tensor:
 
 
 @torch.no_grad()
-def blockwise_nelbo(score: Callable[..., Tensor], batches, spec, draws: int) -> float:
+def blockwise_nelbo(score: Callable[[State], Tensor], batches, spec, draws: int) -> float:
     """Nats per response token, averaged over the sequences of `batches`.
 
-    score(noisy batch, rows [N], target [N], weight [N]) returns the weighted sum of CE. Of `spec`
-    (MaskSpec) it takes block size and origin, mask id and seed.
+    score(state) returns the weighted sum of CE. Of `spec` (MaskSpec) it takes block size and
+    origin, mask id and seed.
     """
     sums, sequences = [], 0
     for batch in batches:
         sequences += len(batch.sample_ids)
-        sums += [score(*state).double() for state in masked_states(batch, spec, draws)]
+        sums += [score(state).double() for state in masked_states(batch, spec, draws)]
     return float(torch.stack(sums).sum()) / (draws * sequences)

@@ -55,6 +55,8 @@ def triton_twin(impl: str, tensor: torch.Tensor, name: str):
         return None
     if tensor.dtype == torch.float64:
         reason = "Triton has no float64 kernels"
+    elif tensor.dtype == torch.bfloat16 and interpreting():
+        reason = "Triton's interpreter multiplies bf16 wrongly; unset TRITON_INTERPRET"
     elif not (tensor.is_cuda or interpreting()):
         reason = f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is not set"
     else:
