@@ -50,7 +50,7 @@ def _cpu_name() -> str:
 
 
 def print_table(title: str, head: dict, results: list, peak: float | None) -> None:
-    console = Console(width=max(140, Console().width))
+    console = Console(width=max(160, Console().width))
     dirty = " (dirty)" if head["dirty"] else ""
     console.print(f"[bold]{title}[/bold]")
     console.print(
@@ -62,7 +62,7 @@ def print_table(title: str, head: dict, results: list, peak: float | None) -> No
     table = Table()
     for column in ("variant", *phases, "total ms", "20-80 %", "x naive", "tokens/s",
                    "supervised/s", "MiB above base", "GFLOP", "ops", "of peak"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
+        table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
     naive = next((r.median_s for r in results if r.name == "naive"), None)
     for r in results:
         table.add_row(r.name, *_cells(r, phases, naive, peak))
@@ -83,7 +83,8 @@ def _cells(r: Result, phases: list, naive: float | None, peak: float | None) -> 
     speedup = naive / r.median_s if naive and r.median_s else None
     return [
         *(show(r.phases.get(phase), "{:.1f}", 1e3) for phase in phases),
-        show(r.median_s, "{:.1f}", 1e3), spread, show(speedup, "{:.2f}"), show(r.tokens_per_s, "{:,.0f}"),
+        show(r.median_s, "{:.1f}", 1e3), spread, show(speedup, "{:.2f}"),
+        show(r.tokens_per_s, "{:,.0f}"),
         show(r.supervised_tokens_per_s, "{:,.0f}"), show(r.peak_bytes, "{:,.1f}", 2**-20),
         show(r.flops, "{:,.1f}", 1e-9), show(r.operators, "{:,.0f}"), show(share, "{:.0%}"),
     ]

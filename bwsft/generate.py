@@ -1,8 +1,9 @@
 """Semi-autoregressive decoding: fill the canvas block by block, most confident tokens first.
 
-Exact mode: every denoising step runs the model on the whole canvas, the head on the masked rows
-of the active blocks only, and no logits are kept. At temperature 0 in float64 the text up to the
-end token equals that of LLaDA's published decoder with [MASK] banned, token for token.
+Exact mode: every denoising step runs the model on the whole canvas, its last layer on the active
+blocks and the head on their masked rows only, and no logits are kept. At temperature 0 in float64
+the text up to the end token equals that of LLaDA's published decoder with [MASK] banned, token for
+token.
 
 T packed tokens, S rows, B block size, N masked rows of the active blocks, D hidden size.
 """
@@ -164,23 +165,27 @@ def denoise(model: Backbone, canvas: Canvas, config: DecodeConfig, step: int) ->
     width = max(turn.stop - turn.start for turn in turns)
     start, stop, quota = canvas.plan[:, step].unbind(1)
 
-    # 1. The masked slots of the [S, B] active blocks, and their rows [N] in the packed canvas.
+    # 1. The active blocks [S, B], the slots in them that are masked, and those rows [N] of the
+    #    packed canvas. A short block repeats its last position.
     position = start[:, None] + torch.arange(width, device=start.device)
-    flat = (canvas.cu_seqlens[:-1, None] + position).clamp(max=len(canvas.ids) - 1)
-    masked = (position < stop[:, None]) & (canvas.ids[flat] == mask_id)
+    inside = position < stop[:, None]
+    position = torch.minimum(position, stop[:, None] - 1)
+    flat = canvas.cu_seqlens[:-1, None] + position
+    masked = inside & (canvas.ids[flat] == mask_id)
     slots = masked.flatten().nonzero_static(size=sum(turn.masked for turn in turns)).squeeze(1)
     rows = flat.flatten()[slots]
 
-    # 2. Forward on the whole canvas, head on the N rows.
+    # 2. Forward on the whole canvas, last layer on the active blocks, head on the N rows.
     hidden = model.hidden_states(
         canvas.ids,
         canvas.position_ids,
         canvas.cu_seqlens,
         max_length=max(row.length for row in canvas.rows),
+        wanted=model.predicting_rows(flat),
     )
     request = canvas.requests[slots // width]
     key = (request, torch.full_like(rows, step), position.flatten()[slots])
-    best = choose(model, hidden.index_select(0, model.predicting_rows(rows)), config, key)
+    best = choose(model, hidden.index_select(0, slots), config, key)
 
     # 3. Commit: each of the N rows gets its token or stays [MASK].
     confidence = best.confidence.new_full((masked.numel(),), -torch.inf)

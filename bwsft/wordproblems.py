@@ -56,7 +56,7 @@ def is_test(story: int, a: int, b: int, c: int) -> bool:
 
 
 def generate(
-    count: int, seed: int = 0, split: str = "train", largest: int = 12
+    count: int, seed: int = 0, split: str = "train", largest: int = 9
 ) -> list[dict[str, str]]:
     """`count` query/response records with operands from 2 to `largest`, a pure function.
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bwsft.generate
 from bwsft.backbones.base import Backbone, Family
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.backbones.lora import add_lora
-from bwsft.decoding import DecodeConfig
+from bwsft.canvas import Canvas, Row
+from bwsft.decoding import DecodeConfig, plan_row
 from bwsft.generate import Commit, decode_stream, generate
 
 traced = partial(generate, trace=True)
@@ -170,8 +172,8 @@ class Biased(torch.nn.Module):
     def head(self):
         return self.weight, None
 
-    def hidden_states(self, ids, position_ids, cu_seqlens, context=None, *, max_length=None):
-        return torch.ones(len(ids), 1, dtype=torch.float64)
+    def hidden_states(self, ids, position_ids, cu_seqlens, *, max_length, wanted):
+        return torch.ones(wanted.numel(), 1, dtype=torch.float64)
 
     def predicting_rows(self, rows):
         return rows
@@ -220,17 +222,17 @@ def test_seeds_and_requests():
 
 
 def spy(monkeypatch, model):
-    """Records (rows of every forward's canvas, rows that met the head)."""
+    """Records of every forward: lengths of its rows, rows of its last layer, rows of the head."""
     seen, hidden_states, argmax = [], model.hidden_states, bwsft.generate.linear_argmax
 
-    def forward(ids, position_ids, cu_seqlens, context=None, *, max_length=None):
+    def forward(ids, position_ids, cu_seqlens, *, max_length, wanted):
         lengths = cu_seqlens.diff().tolist()
         assert max_length == max(lengths) and sum(lengths) == len(ids)
-        seen.append([sorted(lengths), None])
-        return hidden_states(ids, position_ids, cu_seqlens, max_length=max_length)
+        seen.append([sorted(lengths), wanted.numel()])
+        return hidden_states(ids, position_ids, cu_seqlens, max_length=max_length, wanted=wanted)
 
     def head(hidden, *args, **options):
-        seen[-1][1] = len(hidden)
+        seen[-1].append(len(hidden))
         return argmax(hidden, *args, **options)
 
     monkeypatch.setattr(model, "hidden_states", forward)
@@ -247,7 +249,7 @@ def test_retired_rows_cost_nothing(monkeypatch):
     steps = [result.steps for result in results]
     assert len(set(steps)) == 4  # each leaves at its own time
     assert len(seen) == max(steps)
-    for step, (lengths, _) in enumerate(seen):
+    for step, (lengths, *_) in enumerate(seen):
         alive = [len(p) + 24 for p, n in zip(prompts, steps, strict=True) if n > step]
         assert lengths == sorted(alive)
 
@@ -258,8 +260,9 @@ def test_the_head_sees_masked_rows_of_the_active_block_only(monkeypatch):
     config = DecodeConfig(24, 8, steps=9, batch_size=2, stop_at_end=False)
     generate(model, prompts_of(3, (2, 5)), config)
     # Quotas 3, 3, 2 of a block of 8, in two rows.
-    assert [head for _, head in seen] == [16, 10, 4] * 3
-    assert [lengths for lengths, _ in seen] == [[26, 29]] * 9
+    assert [head for *_, head in seen] == [16, 10, 4] * 3
+    assert [last_layer for _, last_layer, _ in seen] == [16] * 9
+    assert [lengths for lengths, *_ in seen] == [[26, 29]] * 9
 
 
 def test_empty_steps_run_no_forward(monkeypatch):
@@ -267,6 +270,45 @@ def test_empty_steps_run_no_forward(monkeypatch):
     seen = spy(monkeypatch, model)
     config = DecodeConfig(8, 4, steps=20, stop_at_end=False)
     assert generate(model, prompts_of(3, (2,)), config)[0].steps == len(seen) == 8
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators that make a GPU's host wait: reads, and shapes that depend on data."""
+
+    waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            isinstance(i, torch.Tensor) and i.dtype == torch.bool
+            for i in (args[1] if isinstance(args[1], (list, tuple)) else ())
+        )
+        if by_mask or name.startswith(self.waits) and name != "nonzero_static":
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_reads_nothing_back_from_the_device(temperature):
+    model = Biased([0.9, 0.0, 5.0])
+    model.family = dataclasses.replace(model.family, block_origin="absolute")
+    config = DecodeConfig(8, 4, temperature=temperature)
+    rows = [
+        Row(i, i, [0] * i, plan_row(i, config, "absolute")) for i in (1, 4, 7)
+    ]  # blocks of different widths
+    canvas = Canvas.begin(rows, model.family, model.weight)
+    with Reads() as reads:
+        for step in range(8):
+            bwsft.generate.denoise(model, canvas, config, step)
+    assert reads.found == []
+    assert not (canvas.ids == model.family.mask_id).any()
+    with Reads() as reads:
+        canvas.ids[canvas.ids == 0].sum().item()
+    assert reads.found == ["index", "_local_scalar_dense"]
 
 
 def test_full_canvas_without_the_early_exit():

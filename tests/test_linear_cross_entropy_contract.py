@@ -59,6 +59,17 @@ def test_chunks_keep_to_their_bytes(kernel_calls):
     assert kernel_calls == [(4, V), (4, V), (2, V)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_row_blocks_change_no_bit(monkeypatch, dtype):
+    x, weight, target = problem(dtype=dtype)
+    options = dict(row_weight=torch.rand(N), label_smoothing=torch.rand(N), softcap=5.0)
+    whole = value_and_grads(x, weight, target, **options)
+    module = sys.modules["bwsft_kernels._cross_entropy_rows"]
+    monkeypatch.setattr(module, "ROW_BLOCK_BYTES", 3 * V * 8)
+    parts = value_and_grads(x, weight, target, **options)
+    assert all(torch.equal(one, two) for one, two in zip(whole, parts, strict=True))
+
+
 def test_ignored_rows_get_exactly_zero_and_may_hold_anything():
     x, weight, target = problem()
     dirty = x.detach().clone()

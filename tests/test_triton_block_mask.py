@@ -8,7 +8,7 @@ import pytest
 import torch
 from bwsft_kernels import block_mask, reference
 from bwsft_kernels.block_mask import MaskedBatch, MaskSpec
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(
@@ -91,7 +91,7 @@ def cases(draw):
     return batch, spec, options
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(cases())
 def test_bits_of_torch(case):
     (ids, prompts, responses, cu_seqlens), spec, options = case
@@ -99,7 +99,7 @@ def test_bits_of_torch(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, phases=[Phase.generate])
 @given(cases())
 def test_bits_of_torch_many(case):
     (ids, prompts, responses, cu_seqlens), spec, options = case

@@ -16,7 +16,7 @@ from bwsft_kernels import _grad_input_triton as grad_triton
 from bwsft_kernels import _head_loss_triton as loss_triton
 from bwsft_kernels import _tuning
 from bwsft_kernels._matmul import product
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 pytestmark = [
@@ -81,7 +81,7 @@ def row_cases(draw, sizes=(1, 2, 31, 33), vocabularies=(2, 63, 64, 507, 4097)):
     return logits, target, weight, smoothing, draw(st.sampled_from([None, 4.0])), excluded
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(case=row_cases())
 def test_row_kernel(assert_no_worse, case):
     logits, target, weight, *options = case
@@ -92,7 +92,7 @@ def test_row_kernel(assert_no_worse, case):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, phases=[Phase.generate])
 @given(case=row_cases(sizes=(1, 32, 513), vocabularies=(2, 63, 507, 4096, 50257)))
 def test_row_kernel_many(assert_no_worse, case):
     check_rows(assert_no_worse, *case)
@@ -166,7 +166,7 @@ def processors(count):
         yield
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(case=product_cases(), count=st.sampled_from([1, 4, 60]))
 def test_grad_input(assert_no_worse, case, count):
     g, w = case

@@ -84,14 +84,14 @@ def _cross_entropy_rows_kernel(
         at_target *= weight
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
-            values = tl.load(logits_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-            values = soft_cap(values, CAP)
-            grad = tl.exp(values - row_top) * scale - share
+            raw = tl.load(logits_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+            grad = tl.exp(soft_cap(raw, CAP) - row_top) * scale - share
             grad = tl.where(cols == target, at_target, grad)
             grad = tl.where(cols == EXCLUDED, 0.0, grad)
             if CAP > 0.0:
-                slope = values / CAP
-                grad *= 1.0 - slope * slope
+                # 1 - tanh^2 without its cancellation
+                decay = tl.exp(tl.abs(raw) * (-2.0 / CAP))
+                grad *= 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
             tl.store(logits_ptr + cols, down_cast(grad, dtype), mask=cols < V)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ._cross_entropy_rows import ROW_BLOCK_BYTES
 from ._dispatch import graph_break, triton_twin
 from ._loss_inputs import check_head, matmul_dtype
 from ._matmul import no_autocast, plan_chunks, wide_logits
 from .philox import gumbel, gumbel_key, gumbel_u24
 
 LOGITS_BYTES = 512 << 20
+ROW_BLOCK_BYTES = 16 << 20  # the Gumbel numbers of a block take about 10 times this
 
 
 @dataclass(frozen=True)
