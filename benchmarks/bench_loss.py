@@ -9,9 +9,9 @@ gradient stops at the hidden states. "fused" makes its gradients in forward.
 """
 
 import argparse
+import functools
 import itertools
 from dataclasses import dataclass
-from functools import partial
 
 import harness
 import output
@@ -52,6 +52,15 @@ def naive(x, weight, target):
     return F.cross_entropy(F.linear(x, weight).float(), target)
 
 
+@functools.cache
+def _compiled_naive():
+    return torch.compile(naive)
+
+
+def compiled(x, weight, target):
+    return _compiled_naive()(x, weight, target)
+
+
 def chunked_nll(x, weight, target, chunk=256):
     """Ignored rows dropped, then checkpointed chunks of 256 rows, as TRL's loss of this name."""
     kept = (target != -100).nonzero()[:, 0]
@@ -69,11 +78,11 @@ def _chunk_sum(x, weight, target):
 
 def losses(device: torch.device) -> dict:
     """Name -> loss function, or the reason why it can't run here."""
-    found = {"naive": naive, "compiled": torch.compile(naive)}
+    found = {"naive": naive, "compiled": compiled}
     if hasattr(F, "linear_cross_entropy"):
         chunked = torch.nn.LinearCrossEntropyOptions()
         found["torch_lce"] = F.linear_cross_entropy
-        found["torch_lce_chunked"] = partial(F.linear_cross_entropy, options=chunked)
+        found["torch_lce_chunked"] = functools.partial(F.linear_cross_entropy, options=chunked)
     else:
         reason = f"torch {torch.__version__} has no linear_cross_entropy (2.13 has)"
         found["torch_lce"] = found["torch_lce_chunked"] = reason
@@ -150,25 +159,32 @@ def float64_truth(problem: Problem):
     return loss.detach(), torch.autograd.grad(loss, [t for t in (x, weight) if t.requires_grad])
 
 
+def choose(args, device, problem: Problem):
+    """(results by name, steps that run here and passed the gate)."""
+    found = quick_losses(device) if args.quick and not args.variants else losses(device)
+    unknown = set(args.variants or ()) - set(found)
+    if unknown:
+        raise SystemExit(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(found)}")
+    results, steps, truth = {}, {}, float64_truth(problem)
+    for name in args.variants or found:
+        loss = found[name]
+        results[name] = result = harness.Result(name, note=loss if isinstance(loss, str) else "")
+        if not result.note:
+            wrong = harness.attempt(result, functools.partial(check, loss, problem, truth))
+            result.note = f"failed the check: {wrong}" if wrong else result.note
+        if not result.note:
+            steps[name] = step_of(loss, problem)
+    for name in ("naive", "fused"):
+        if name in results and results[name].note.startswith("failed"):
+            raise SystemExit(f"{name} {results[name].note}; nothing was timed")
+    return results, steps
+
+
 def run_point(args, device, rows, vocabulary):
     """(settings, results) of one shape."""
     problem = make_problem(args, device, rows, vocabulary)
     tokens, kept = len(problem.target), int((problem.target != -100).sum())
-    results, steps = {}, {}
-    truth = float64_truth(problem)
-    wanted = quick_losses if args.quick and not args.variants else losses
-    for name, loss in wanted(device).items():
-        if args.variants and name not in args.variants:
-            continue
-        results[name] = result = harness.Result(name, note=loss if isinstance(loss, str) else "")
-        if not result.note:
-            wrong = harness.attempt(result, partial(check, loss, problem, truth))
-            result.note = f"failed the check: {wrong}" if wrong else result.note
-        if not result.note:
-            steps[name] = step_of(loss, problem)
-    del truth
-    if any(results[name].note for name in ("naive", "fused") if name in results):
-        raise SystemExit("\n".join(f"{r.name}: {r.note}" for r in results.values() if r.note))
+    results, steps = choose(args, device, problem)
     harness.time_interleaved(steps, results, device, args.rounds)
     for name, step in steps.items():
         result = results[name]
@@ -176,9 +192,9 @@ def run_point(args, device, rows, vocabulary):
             result.tokens_per_s = tokens / result.median_s
             result.supervised_tokens_per_s = kept / result.median_s
         if name != "compiled":  # its operators are gone
-            harness.attempt(result, partial(harness.count_cost, step, result))
+            harness.attempt(result, functools.partial(harness.count_cost, step, result))
         if device.type == "cuda":
-            harness.attempt(result, partial(harness.measure_memory, step, device, result))
+            harness.attempt(result, functools.partial(harness.measure_memory, step, device, result))
         else:
             shape = ["--rows", str(rows), "--vocab", str(vocabulary)]
             harness.memory_in_child(name, result, shape)

@@ -73,6 +73,7 @@ class Row:
     ctas: int
     matrix: str
     widths: tuple  # bytes of the asynchronous copies, or of the vector loads where there are none
+    fp_fusion: bool
 
 
 class _Driver:
@@ -154,6 +155,7 @@ def inspect(kernel, arch: int, variant: str, tile: str) -> Row:
         ctas=min(by_registers, by_shared, chip.warps // warps, chip.ctas),
         matrix=next((name for name in ("wgmma", "mma.sync") if name in ptx), "-"),
         widths=tuple(sorted(set(widths))),
+        fp_fusion=meta.enable_fp_fusion,
     )
 
 
@@ -259,17 +261,18 @@ def complaints(row: Row) -> list[str]:
 def markdown(rows: list[Row]) -> str:
     lines = [
         f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}, "
-        f"V {V}, D {D}, FP fusion on (off for block_mask), compiled offline, run on no GPU.",
+        f"V {V}, D {D}; compiled offline, run on no GPU.",
         "",
         "| kernel | variant | arch | tile | warps | stages | registers | spilled B | shared B "
-        "| CTAs/SM | matrix instruction | load bytes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| CTAs/SM | matrix instruction | load bytes | FP fusion |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         widths = ", ".join(map(str, row.widths)) or "-"
         cells = (
             row.kernel, row.variant, f"sm_{row.arch}", row.tile, row.warps, row.stages,
             row.registers, row.spilled, row.shared, row.ctas, row.matrix, widths,
+            "on" if row.fp_fusion else "off",
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

@@ -71,9 +71,9 @@ def _generate(argv: list[str]) -> int:
 def _evaluate(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.evaluate import EvaluateOptions, run_evaluate
+    from bwsft.evaluate_command import EvaluateCommand, run_evaluate
 
-    return run_evaluate(tyro.cli(EvaluateOptions, args=argv, prog="bwsft evaluate"))
+    return run_evaluate(tyro.cli(EvaluateCommand, args=argv, prog="bwsft evaluate"))
 
 
 def _export(argv: list[str]) -> int:

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import torch
-from tqdm import tqdm
-
-from bwsft import config as c
 from bwsft.answer_files import QUESTION_FIELDS, read_records
-from bwsft.decoding import DecodeConfig
-from bwsft.evaluate import Decode, Decoded
-from bwsft.generate import Generation, check_request, decode_stream
-from bwsft.models import Trained, load_trained
+from bwsft.decoder import Decoder, DecoderOptions
+from bwsft.generate import Generation
 from bwsft.result_file import ResultFile
-from bwsft.templates import Template
 
 RECORDS = (".jsonl", ".ndjson", ".json")
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(DecoderOptions):
     """Answer one prompt, or every prompt of a file."""
 
     model: str | None = None
     """Run folder, checkpoint, model folder or Hub id; default: the embedded tiny LLaDA."""
-    tokenizer: str | None = None
-    """Tokenizer folder or Hub id; default: the model's own."""
     prompt: str | None = None
     """One prompt; its answer is printed."""
     prompts: Path | None = None
@@ -43,24 +29,6 @@ class GenerateOptions:
     """JSONL of answers, one line per prompt in the order of the prompts, written as they come."""
     resume: bool = False
     """Go on with an --out file that an earlier, interrupted call began."""
-    template: Literal["metamath", "chat", "none"] | None = None
-    """Text around a prompt; default: what the model was trained with, else metamath."""
-    gen_length: int | None = None
-    """Response positions of the canvas; default: the model's training, else 128."""
-    block_size: int | None = None
-    """Tokens in a block; default: the model's training, else 32."""
-    steps: int | None = None
-    """Denoising steps for the whole canvas; default: one per token."""
-    temperature: float = 0.0
-    """0: the most probable token at every step; above: samples."""
-    seed: int = 0
-    """Seed of the samples; an answer does not depend on batch size or on the other prompts."""
-    batch_size: int = 8
-    """Prompts decoded together."""
-    device: str = "auto"
-    """auto: a CUDA device if there is one, else the CPU."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU."""
     trace: Path | None = None
     """JSONL with step, position, token and confidence of every commitment, a line per prompt."""
 
@@ -70,7 +38,7 @@ def run_generate(options: GenerateOptions) -> int:
     questions = read_questions(options)
     for path in filter(None, (options.out, options.trace)):
         refuse_existing(path, options.resume)
-    decoder = Decoder.load(options)
+    decoder = Decoder.load(options.model, options)
     prompts = decoder.encode(questions)  # before any file is made: it may refuse one
     run = decoder.digest()
     out = options.out and ResultFile(options.out, run, questions)
@@ -91,20 +59,6 @@ def run_generate(options: GenerateOptions) -> int:
     if out:
         print(f"{len(questions)} answers: {options.out}", file=sys.stderr)
     return 0
-
-
-def make_decoder(options: GenerateOptions) -> Decode:
-    """What `bwsft.evaluate.evaluate` decodes with: a function from questions to `Decoded`, in
-    order. The model is loaded here; prompt, prompts, out, resume and trace are not read."""
-    decoder = Decoder.load(options)
-
-    def decode(questions: list[str]) -> Sequence[Decoded]:
-        return [
-            Decoded(decoder.text(found.tokens), len(found.tokens), found.ended)
-            for found in decoder.answers(decoder.encode(questions))
-        ]
-
-    return decode
 
 
 def read_questions(options: GenerateOptions) -> list[str]:
@@ -157,104 +111,6 @@ def refuse_existing(path: Path, resume: bool) -> None:
         raise ValueError(f"{path} is a folder: name a file")
     if path.exists() and not resume:
         raise ValueError(f"{path} exists: name another file, or go on with it by --resume")
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """A loaded model with everything that turns a question into an answer."""
-
-    trained: Trained
-    template: Template
-    config: DecodeConfig
-
-    @classmethod
-    def load(cls, options: GenerateOptions) -> Decoder:
-        # Checked before a large model is read, as far as no default comes from the checkpoint.
-        sizes = {"gen_length": options.gen_length, "block_size": options.block_size}
-        own = {name: getattr(options, name) for name in ("temperature", "seed", "batch_size")}
-        if None not in sizes.values():
-            DecodeConfig(**sizes, **own, steps=options.steps)
-        dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
-        trained = load_trained(
-            options.model, tokenizer=options.tokenizer, device=options.device, dtype=dtype
-        )
-        training = training_config(options.model, trained)
-        for name in sizes:
-            if sizes[name] is None:
-                sizes[name] = training.get(name, getattr(DecodeConfig, name))
-        name = options.template or training.get("dataset", {}).get("template", "metamath")
-        config = DecodeConfig(**sizes, **own, steps=options.steps)
-        return cls(trained, Template(trained.tokenizer, name), config)
-
-    def encode(self, questions: list[str]) -> list[list[int]]:
-        """Token ids of the prompts; ValueError for one that the model cannot take."""
-        prompts = self.template.encode_prompts(questions)
-        family = self.trained.backbone.family
-        check_request(prompts, range(len(prompts)), family, self.config)
-        return prompts
-
-    def answers(
-        self, prompts: list[list[int]], skip: int = 0, trace: bool = False
-    ) -> Iterator[Generation]:
-        """Decode the prompts behind the first `skip`, in order, with a progress bar. ValueError if
-        the model produces NaN."""
-        numbers = range(len(prompts))
-        found = decode_stream(
-            self.trained.backbone, prompts[skip:], self.config, trace=trace, requests=numbers[skip:]
-        )
-        options = {"total": len(prompts), "initial": skip, "disable": len(prompts) == 1}
-        bar = tqdm(found, "decoding", unit=" prompts", smoothing=0, **options)
-        try:
-            yield from in_order(bar)
-        except FloatingPointError as error:
-            raise ValueError(f"{error} (--dtype float32)") from error
-
-    def text(self, tokens: list[int]) -> str:
-        return self.trained.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
-    def trace_record(self, generation: Generation) -> dict:
-        """A generation's history as JSON: `commits` are [step, position, token, confidence]."""
-        pieces = {commit.token: self.trained.tokenizer.decode([commit.token])
-                  for commit in generation.trace}  # fmt: skip
-        return {
-            "gen_length": self.config.gen_length,
-            "block_size": self.config.block_size,
-            "tokens": pieces,
-            "commits": [list(commit) for commit in generation.trace],
-        }
-
-    def digest(self) -> str:
-        """12 hex digits that change with whatever decides an answer."""
-        folder = Path(self.trained.folder)
-        settings = dataclasses.asdict(self.config) | {
-            "model": str(folder.resolve() if folder.exists() else folder),
-            "template": self.template.name,
-            "dtype": str(self.trained.backbone.head()[0].dtype),
-            "end_ids": self.trained.backbone.family.end_ids,
-        }
-        del settings["batch_size"]
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def training_config(model: str | None, trained: Trained) -> dict:
-    """The config that the model was trained with; {} if it does not say. The embedded base is
-    made for the debug preset."""
-    if trained.state:
-        return trained.state["config"]
-    return dataclasses.asdict(c.debug()) if model is None else {}
-
-
-def in_order(results: Iterator[tuple[int, Generation]]) -> Iterator[Generation]:
-    """Results by index, each as soon as those before it are there."""
-    waiting: dict[int, Generation] = {}
-    following = 0
-    for index, result in results:
-        waiting[index] = result
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
 
 
 def answer_record(text: str, generation: Generation) -> dict:

@@ -69,7 +69,7 @@ def plot_run(folder: Path) -> Path:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     left.plot(steps, losses, color="0.8", lw=1, label="loss of the step")
     # A step's loss depends on the mask rates it drew: the mean over 5 % of the run is readable.
-    left.plot(steps, running_mean(losses, max(len(losses) // 20, 1)), lw=2, label="running mean")
+    left.plot(steps, running_mean(losses, max(len(losses) // 20, 5)), lw=2, label="running mean")
     if evals:
         left.plot(
             [r["step"] for r in evals], [r["nelbo"] for r in evals], "o-", label="held-out NELBO"
@@ -77,10 +77,11 @@ def plot_run(folder: Path) -> Path:
     left.set(xlabel="step", ylabel="nats per token", ylim=(0, None), title=folder.name)
     left.legend()
     right.plot(steps, [r["lr"] for r in metrics], color="tab:green")
-    right.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    right.set(xlabel="step", ylim=(0, None))
+    right.set_ylabel("learning rate", color="tab:green")
     twin = right.twinx()
     twin.plot(steps, [r["grad_norm"] for r in metrics], color="tab:red", lw=0.8, alpha=0.6)
-    twin.set_ylabel("gradient norm")
+    twin.set_ylabel("gradient norm", color="tab:red")
     path, temporary = folder / "loss.png", folder / ".loss.tmp.png"
     figure.savefig(temporary, dpi=120)
     plt.close(figure)

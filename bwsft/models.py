@@ -94,10 +94,10 @@ def weight_dtype(config: c.Config, device: torch.device) -> torch.dtype:
 
 
 def own_memory(backbone: Backbone) -> None:
-    """Copy weights that are views of a mapped file.
+    """Copy weights that are views of a mapped file, where they lie at any offset.
 
-    They lie at any offset there, and CPU matmuls may sum in another order at another alignment: a
-    resumed run would no longer be bit-identical. The copies are aligned to 64 bytes.
+    MKL promises the same bits from run to run for arrays aligned to 64 bytes only, which the copies
+    are: a resumed run maps another file than the one it goes on from.
     """
     for parameter in backbone.parameters():
         if parameter.device.type == "cpu":

@@ -66,7 +66,6 @@ def restore_moments(model: nn.Module, optimizer, tensors: dict[str, torch.Tensor
                 f"the checkpoint's optimiser state for {name} has shape "
                 f"{tuple(state['exp_avg'].shape)}, the model has {tuple(p.shape)}"
             )
-        # AdamW keeps its step counter on the CPU unless the fused implementation runs.
-        optimizer.state[p] = {
-            k: v.to(p.device) if k != "step" or p.is_cuda else v for k, v in state.items()
-        }
+        # Copied: what safetensors reads is a view of the file, which would stay on the disk. (The
+        # step counter belongs on the parameter's device too, as fused AdamW on CUDA has it.)
+        optimizer.state[p] = {k: v.to(p.device, copy=True) for k, v in state.items()}

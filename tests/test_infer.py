@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from bwsft import config as c
-from bwsft import infer
+from bwsft import decoder, infer
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.checkpoint import save_checkpoint
+from bwsft.decoder import DecoderOptions, make_decoder
 from bwsft.decoding import DecodeConfig
 from bwsft.evaluate import EvaluateOptions, evaluate
 from bwsft.generate import Generation, generate
-from bwsft.infer import GenerateOptions, make_decoder, run_generate
+from bwsft.infer import GenerateOptions, run_generate
 from bwsft.models import load_trained
 from bwsft.optim import make_optimizer
 from bwsft.templates import Template, load_tokenizer
@@ -132,7 +133,7 @@ def test_results_are_flushed_as_they_come(run_folder, prompts, tmp_path, monkeyp
         assert [row["output"] for row in rows(config.out)] == ["c", "b"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(infer, "decode_stream", two_then_crash)
+    monkeypatch.setattr(decoder, "decode_stream", two_then_crash)
     with pytest.raises(KeyboardInterrupt):
         run_generate(config)
     monkeypatch.undo()
@@ -260,17 +261,17 @@ def test_nan_is_a_sentence_for_the_user(run_folder, monkeypatch):
         raise FloatingPointError("the model's logits are NaN at denoising step 1")
         yield
 
-    monkeypatch.setattr(infer, "decode_stream", broken)
+    monkeypatch.setattr(decoder, "decode_stream", broken)
     with pytest.raises(ValueError, match=r"NaN at denoising step 1 \(--dtype float32\)"):
         run_generate(GenerateOptions(model=str(run_folder), prompt="1+1"))
 
 
 def test_settings_come_from_the_checkpoint_or_the_debug_preset(run_folder):
     trained = load_trained(str(run_folder))
-    assert infer.training_config("any", trained)["block_size"] == 4
+    assert decoder.training_config("any", trained)["block_size"] == 4
     foreign = dataclasses.replace(trained, state=None)
-    assert infer.training_config("any", foreign) == {}
-    assert infer.training_config(None, foreign)["gen_length"] == c.debug().gen_length
+    assert decoder.training_config("any", foreign) == {}
+    assert decoder.training_config(None, foreign)["gen_length"] == c.debug().gen_length
 
 
 def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):
@@ -280,7 +281,7 @@ def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):
         "".join(json.dumps({"question": q, "answer": f"so\n#### {len(q)}"}) + "\n"
                 for q in QUESTIONS)
     )  # fmt: skip
-    decode = make_decoder(GenerateOptions(model=str(run_folder), batch_size=2))
+    decode = make_decoder(str(run_folder), DecoderOptions(batch_size=2))
     result = evaluate(EvaluateOptions("gsm8k", model=run_folder, data=data), decode)
     tokenizer, results = expected(run_folder)
     assert result["count"] == 5

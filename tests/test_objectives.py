@@ -225,6 +225,19 @@ def test_states_spread_over_the_blocks():
             assert (visits[:, :2].sum(1) == 1).all()
 
 
+def test_the_states_of_an_example_have_marks_of_their_own():
+    """Of 4 tokens 2 hidden twice: the same 2 in a sixth of the cases, 4.5 standard errors. (States
+    0 and 5 mostly have the same count: 5 steps of the golden ratio are 0.09 from a whole.)"""
+    batch, spec = batch_of([(3, 4)] * 4000), MaskSpec(4, MASK)
+    hidden = [
+        (state.noisy.ids == MASK).view(4000, 7) for state in nelbo.masked_states(batch, spec, 6)
+    ]
+    both = (hidden[0].sum(1) == 2) & (hidden[5].sum(1) == 2)
+    same = (hidden[0] == hidden[5]).all(1)[both].double()
+    assert len(same) > 500
+    assert abs(float(same.mean()) - 1 / 6) < 4.5 * math.sqrt(5 / 36 / len(same))
+
+
 def toy_cross_entropy(hidden: int, position: int) -> float:
     """A made-up CE of a position, given which of 5 response tokens are hidden (bits)."""
     return ((hidden * 37 + position * 11) % 23) / 7 + 0.3 * position

@@ -177,6 +177,17 @@ def test_dropout_follows_step_and_sample_only(tiny):
     assert all(o != first for o in others) and others[0] != others[1] != others[2]
 
 
+def test_every_micro_batch_is_reseeded(tiny, make_run, monkeypatch):
+    run, calls = make_run(tiny(lora=LORA)), []
+    monkeypatch.setattr(t, "seed_dropout", lambda *arguments: calls.append(arguments))
+    for step in (0, 8):
+        t.train_step(run, step)
+    ids = [run.data.sample_ids(run.data.slots(step, 4, 3)) for step in (0, 8)]
+    assert calls == [
+        (3, 0, ids[0][0]), (3, 0, ids[0][2]), (3, 8, ids[1][0]), (3, 8, ids[1][2]),
+    ]
+
+
 def test_evaluation_leaves_training_as_it_was(tiny, make_run):
     run = make_run(tiny(lora=LORA))
     value = t.evaluate(run)

@@ -85,16 +85,19 @@ def test_out_of_memory_says_what_to_change(tiny, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capsys, number):
+def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number):
+    """And at once: the evaluation that is due then is left to the resumed run."""
     previous = signal.getsignal(number)
-    before_step(monkeypatch, 4, lambda run: os.kill(os.getpid(), number))
+    before_step(monkeypatch, 3, lambda run: os.kill(os.getpid(), number))
     config = tiny()
     assert t.train(config) == 0
     folder = c.run_folder(config)
-    out = capsys.readouterr().out
-    assert f"stopped after step 5 of 10; go on with --resume {folder}" in out
-    assert (folder / "checkpoints" / "step-5").is_dir()
-    assert len(read_log(folder / "metrics.jsonl")) == 5
+    captured = capfd.readouterr()
+    assert f"stopped after step 4 of 10; go on with --resume {folder}" in captured.out
+    assert f"signal {int(number)}: saving after this step" in captured.err
+    assert (folder / "checkpoints" / "step-4").is_dir()
+    assert len(read_log(folder / "metrics.jsonl")) == 4
+    assert [r["step"] for r in read_log(folder / "eval.jsonl")] == [0]
     assert signal.getsignal(number) is previous
 
 

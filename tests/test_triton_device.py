@@ -1,5 +1,7 @@
 """The device helpers alone: Philox words, the down-cast, soft-cap, Gumbel noise."""
 
+import contextlib
+import importlib
 import math
 import os
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from bwsft_kernels import block_mask, linear_argmax, linear_cross_entropy
 from bwsft_kernels._device_triton import (
     _gumbel_word,
     down_cast,
@@ -15,7 +18,9 @@ from bwsft_kernels._device_triton import (
     round_bf16,
     soft_cap,
 )
+from bwsft_kernels.block_mask import MaskSpec
 from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24, philox4x32
+from triton.runtime.interpreter import InterpretedFunction
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
@@ -157,3 +162,36 @@ def test_gumbel_tile_numbers_the_vocabulary_like_torch():
     _gumbel_tile_kernel[(4,)](noise, out, rows, BLOCK_N=8, BLOCK_V=32)
     truth = gumbel(gumbel_u24(128, position, step, request, key), torch.float64)
     torch.testing.assert_close(out.double(), truth, rtol=1e-6, atol=1e-6)
+
+
+def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
+    """Liger-Kernel#1303, triton#2441. test_tuning.py checks what on_device itself does."""
+    modules = [
+        importlib.import_module(f"bwsft_kernels._{name}_triton")
+        for name in ("block_mask", "cross_entropy_rows", "grad_input", "head_loss", "head_stats")
+    ]
+    guarded, launched = [], []
+
+    @contextlib.contextmanager
+    def guard(tensor):
+        guarded.append(tensor)
+        yield
+        guarded.pop()
+
+    run = InterpretedFunction.run
+
+    def checked_run(self, *args, **options):
+        assert guarded, f"{self.__name__} was launched on whatever device was current"
+        launched.append(self.__name__)
+        return run(self, *args, **options)
+
+    for module in modules:
+        monkeypatch.setattr(module, "on_device", guard)
+    monkeypatch.setattr(InterpretedFunction, "run", checked_run)
+    x, head, target = torch.randn(3, 8, requires_grad=True), torch.randn(40, 8), torch.arange(3)
+    linear_cross_entropy(x, head, target, impl="triton")
+    with torch.no_grad():
+        linear_cross_entropy(x, head, target, impl="triton")
+    linear_argmax(x, head, impl="triton")
+    block_mask(target[None], [1], [2], MaskSpec(2, 39), impl="triton")
+    assert len(set(launched)) == 8  # the five files' kernels, all of them

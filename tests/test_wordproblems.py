@@ -41,8 +41,8 @@ def test_generation_is_a_pure_function():
 
 PINNED = [
     {
-        "query": "Leo fills 7 bags with 9 books each and sells 8. How many books stay?",
-        "response": "7 x 9 = 63. 63 - 8 = 55.\nThe answer is: 55",
+        "query": "Leo fills 6 bags with 7 books each and sells 6. How many books stay?",
+        "response": "6 x 7 = 42. 42 - 6 = 36.\nThe answer is: 36",
     }
 ]
 

@@ -46,7 +46,7 @@ def product(a, b):
 def add_product_(total, a, b):
     """total += a @ b; total is fp32, or fp64 for fp64 factors."""
     if a.dtype == total.dtype:
-        return total.addmm_(a, b)
+        return torch.addmm(total, a, b, out=total)  # FlopCounterMode doesn't know addmm_
     return total.add_(product(a, b))
 
 

@@ -96,7 +96,8 @@ def tuned(kernel: str, tensor: torch.Tensor, rows: int, launch) -> Tile:
         if key not in _found:
             tiles = list(dict.fromkeys(tile for _, tile in entries))
             _found[key] = min(tiles, key=lambda tile: milliseconds(lambda: launch(tile)))
-            print(f"TABLE[{key[:3]}]: ({bucket}, {_found[key]}),", flush=True)
+            name = ", ".join(map(repr, key[:3]))
+            print(f"TABLE[{name}]: ({bucket}, {_found[key]}),", flush=True)
         return _found[key]
     return next(tile for most, tile in entries if rows <= most)
 

@@ -1,0 +1,104 @@
+"""Code quality of every shipped Triton configuration, compiled for GPUs that aren't there.
+
+The interpreter can't compile, so this file runs without TRITON_INTERPRET.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton isn't installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+SPEC = importlib.util.spec_from_file_location("offline_table", BENCHMARKS / "offline_table.py")
+table = sys.modules["offline_table"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(table)
+
+from bwsft_kernels import _tuning  # noqa: E402  after the check for triton
+
+PRODUCTS = {"head_loss_fwd", "head_stats_fwd", "grad_input_bwd"}
+BUILDS = [(80, torch.bfloat16), (90, torch.bfloat16)]
+SLOW_BUILDS = [
+    (86, torch.bfloat16), (80, torch.float16), (90, torch.float16),
+    (80, torch.float32), (86, torch.float32), (90, torch.float32),
+]
+
+
+def check(arch, dtype):
+    rows = table.build(arch, dtype)
+    wrong = [text for row in rows for text in table.complaints(row)]
+    assert not wrong, "\n".join(wrong)
+    products = [row for row in rows if row.kernel in PRODUCTS]
+    # Each entry in each of its variants, and none twice.
+    entries = [
+        (name, tile) for (name, key, size), tiles in _tuning.TABLE.items()
+        if key == table.CHIPS[arch].table and size == dtype.itemsize for _, tile in tiles
+    ]
+    assert len(products) == sum(1 if name == "grad_input" else 2 for name, _ in entries)
+    for row in products:
+        if dtype == torch.float32:
+            assert row.matrix == "-", row  # exact products, no TF32
+        else:
+            assert row.matrix == ("wgmma" if arch == 90 else "mma.sync"), row
+        assert row.widths == (16,), row
+    streams = [row for row in rows if row.kernel == "cross_entropy_rows"]
+    assert len(streams) == 2 and all(row.widths == (16,) for row in streams)
+    assert all(row.fp_fusion == (row.kernel != "block_mask_fwd") for row in rows)
+
+
+@pytest.mark.parametrize("arch, dtype", BUILDS)
+def test_no_spills_and_tensor_cores(arch, dtype):
+    check(arch, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch, dtype", SLOW_BUILDS)
+def test_no_spills_and_tensor_cores_elsewhere(arch, dtype):
+    check(arch, dtype)
+
+
+def test_a_spill_a_narrow_load_and_too_much_memory_would_be_seen(monkeypatch):
+    """The check itself: 256 x 256 tiles spill and need 192 KB; an odd D can't be read 16 bytes wide."""
+    large = ((1 << 40, _tuning.Tile(256, 256, 64, 4, 4)),)
+    monkeypatch.setitem(_tuning.TABLE, ("grad_input", 80, 2), large)
+    head = torch.empty(table.V, table.D, dtype=torch.bfloat16)
+
+    def launch(weight):
+        g = torch.empty(500, table.V, dtype=torch.bfloat16)
+        table._grad_input_triton.grad_input(g, weight)
+
+    kernel = table.compile_launch(lambda: launch(head), 80)[0]
+    row = table.inspect(kernel, 80, "", "")
+    assert row.spilled > 0 and row.shared > 163 << 10
+    assert len(table.complaints(row)) >= 2
+    small = ((1 << 40, _tuning.Tile(64, 64, 64, 4, 3)),)
+    monkeypatch.setitem(_tuning.TABLE, ("grad_input", 80, 2), small)
+    kernel = table.compile_launch(lambda: launch(head[:, :4093].clone()), 80)[0]
+    assert min(table.inspect(kernel, 80, "", "").widths) < 16
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
+def test_the_committed_table_has_every_entry(version):
+    """benchmarks/results is what README quotes: rerun benchmarks/offline_table.py --write on it."""
+    text = (BENCHMARKS / f"results/offline_table_triton-{version}.md").read_text(encoding="utf-8")
+    assert f"Triton {version}" in text
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines() if re.match(r"\| \w+_\w+ ", line)
+    ]
+    assert all(row[7] == "0" for row in rows)  # nothing spills
+    present = {(row[0], row[2], row[3], row[4], row[5]) for row in rows}
+    kernels = dict(loss="head_loss_fwd", stats="head_stats_fwd", noise="head_stats_fwd",
+                   grad_input="grad_input_bwd")
+    for (name, key, _), entries in _tuning.TABLE.items():
+        arch = "sm_86" if key == _tuning.SAFE else f"sm_{key}"
+        for _, tile in entries:
+            shape = f"{tile.rows}x{tile.cols}x{tile.depth}"
+            assert (kernels[name], arch, shape, str(tile.warps), str(tile.stages)) in present
