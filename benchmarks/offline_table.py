@@ -73,6 +73,7 @@ class Row:
     ctas: int
     matrix: str
     widths: tuple  # bytes of the asynchronous copies, or of the vector loads where there are none
+    copies: int  # asynchronous copies in the code, of all stages
     fp_fusion: bool
 
 
@@ -155,6 +156,7 @@ def inspect(kernel, arch: int, variant: str, tile: str) -> Row:
         ctas=min(by_registers, by_shared, chip.warps // warps, chip.ctas),
         matrix=next((name for name in ("wgmma", "mma.sync") if name in ptx), "-"),
         widths=tuple(sorted(set(widths))),
+        copies=len(copies),
         fp_fusion=meta.enable_fp_fusion,
     )
 

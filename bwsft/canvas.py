@@ -5,13 +5,21 @@ T packed tokens, S rows, G gen_length, P steps.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bwsft.backbones.base import Family
+from bwsft.context import Span
 from bwsft.decoding import PlannedStep
+
+
+def upload(values: Sequence, device: torch.device) -> Tensor:
+    """A tensor of host numbers, sent without waiting for the device."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -21,11 +29,31 @@ class Row:
     index: int
     request: int
     prompt: list[int]
+    response: list[int]  # given tokens, [MASK] elsewhere
     plan: list[PlannedStep]
 
     @property
     def length(self) -> int:
-        return self.plan[-1].stop
+        return len(self.prompt) + len(self.response)
+
+    def following(self, turn: PlannedStep, step: int, committed: int | None) -> PlannedStep | None:
+        """The row's step number `step`, after `turn`; None if nothing is left. `committed`: what
+        `turn` committed, where only the device knew (a dynamic rule)."""
+        if committed is None:
+            return self.plan[step] if step < len(self.plan) else None
+        if committed < turn.masked:
+            left = turn.masked - committed
+            return dataclasses.replace(turn, masked=left, number=turn.number + 1)
+        return next((later for later in self.plan if later.start > turn.start), None)
+
+
+class Packed(NamedTuple):
+    """Packed rows as a backbone takes them."""
+
+    ids: Tensor  # [T]
+    position_ids: Tensor  # [T]
+    cu_seqlens: Tensor  # [S + 1] int32
+    max_length: int
 
 
 @dataclass(frozen=True)
@@ -35,28 +63,26 @@ class Canvas:
 
     rows: list[Row]
     ids: Tensor  # [T]
-    committed_at: Tensor  # [T] step, -1 for the prompt and for [MASK]
+    committed_at: Tensor  # [T] step, -1 for what was given and for [MASK]
     confidence: Tensor  # [T] of the token committed there
     position_ids: Tensor  # [T]
     cu_seqlens: Tensor  # [S + 1] int32
     requests: Tensor  # [S]
-    plan: Tensor  # [S, P, 3]: start, stop and quota of every step
+    plan: Tensor | None  # [S, P, 3]: start, stop and quota of every step; None: a dynamic rule
 
     @classmethod
-    def begin(cls, rows: list[Row], family: Family, like: Tensor) -> Canvas:
-        """Every row's prompt followed by [MASK]; on the device of `like`, confidences in its dtype
-        or float32."""
-        ids = [i for r in rows for i in r.prompt + [family.mask_id] * (r.length - len(r.prompt))]
-        ids = torch.tensor(ids, device=like.device)
+    def begin(cls, rows: list[Row], like: Tensor, dynamic: bool = False) -> Canvas:
+        """Every row's prompt and response; on the device of `like`, confidences in its dtype or
+        float32."""
+        ids = torch.tensor([i for r in rows for i in r.prompt + r.response], device=like.device)
         wide = torch.promote_types(like.dtype, torch.float32)
-        return cls.of(rows, ids, torch.full_like(ids, -1), torch.zeros_like(ids, dtype=wide))
+        history = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=wide)
+        return cls.of(rows, ids, *history, dynamic)
 
     @classmethod
-    def of(cls, rows: list[Row], ids: Tensor, committed_at: Tensor, confidence: Tensor) -> Canvas:
-        longest = max((len(row.plan) for row in rows), default=0)
-        # A row that has no more steps is gone before its padding would be read.
-        plan = [[(t.start, t.stop, t.quota) for t in row.plan] for row in rows]
-        plan = [row + [(0, 0, 0)] * (longest - len(row)) for row in plan]
+    def of(
+        cls, rows: list[Row], ids: Tensor, committed_at: Tensor, confidence: Tensor, dynamic: bool
+    ) -> Canvas:
         edges = torch.tensor([0, *(row.length for row in rows)]).cumsum(0)
         positions = [torch.arange(row.length) for row in rows]
         return cls(
@@ -64,7 +90,7 @@ class Canvas:
             position_ids=torch.cat(positions or [edges[:0]]).to(ids.device),
             cu_seqlens=edges.to(ids.device, torch.int32),
             requests=torch.tensor([row.request for row in rows]).to(ids.device),
-            plan=torch.tensor(plan).to(ids.device),
+            plan=None if dynamic else plan_table(rows).to(ids.device),
         )  # fmt: skip
 
     def keep(self, kept: list[int]) -> Canvas:
@@ -75,14 +101,45 @@ class Canvas:
             parts = values.split(lengths)
             return torch.cat([parts[i] for i in kept]) if kept else values[:0]
 
-        return self.of(
-            [self.rows[i] for i in kept],
-            pick(self.ids),
-            pick(self.committed_at),
-            pick(self.confidence),
+        columns = (pick(x) for x in (self.ids, self.committed_at, self.confidence))
+        return self.of([self.rows[i] for i in kept], *columns, self.plan is None)
+
+    def active(self, turns: list[PlannedStep], step: int) -> tuple[Span, Tensor | None]:
+        """The active blocks, and the quotas [S] of step number `step` (None: a dynamic rule)."""
+        sizes = [turn.stop - turn.start for turn in turns]
+        width = max(sizes)
+        if self.plan is not None:
+            start, stop, quota = self.plan[:, step].unbind(1)
+        else:
+            bounds = upload([(turn.start, turn.stop) for turn in turns], self.ids.device)
+            (start, stop), quota = bounds.unbind(1), None
+        return Span(start, stop - start, width, even=min(sizes) == width), quota
+
+    def view(self, rows: Sequence[int], lengths: Sequence[int]) -> Packed:
+        """The first `lengths` positions of these rows."""
+        full = [row.length for row in self.rows]
+        if list(rows) == list(range(len(full))) and list(lengths) == full:
+            return Packed(self.ids, self.position_ids, self.cu_seqlens, max(full))
+        first = torch.tensor([0, *full]).cumsum(0).tolist()
+        parts = [torch.arange(first[i], first[i] + n) for i, n in zip(rows, lengths, strict=True)]
+        index = torch.cat(parts).to(self.ids.device, non_blocking=True)
+        edges = torch.tensor([0, *lengths]).cumsum(0).int()
+        return Packed(
+            self.ids[index],
+            self.position_ids[index],
+            edges.to(self.ids.device, non_blocking=True),
+            max(lengths),
         )
 
     def responses(self, gen_length: int) -> Tensor:
         """Response canvas [S, G] of every row."""
         first = self.cu_seqlens[1:].long() - gen_length
         return self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
+
+
+def plan_table(rows: list[Row]) -> Tensor:
+    """Start, stop and quota of every step [S, P, 3]."""
+    longest = max((len(row.plan) for row in rows), default=0)
+    # A row that has no more steps is gone before its padding would be read.
+    plan = [[(t.start, t.stop, t.quota) for t in row.plan] for row in rows]
+    return torch.tensor([row + [(0, 0, 0)] * (longest - len(row)) for row in plan])

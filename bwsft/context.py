@@ -88,12 +88,14 @@ class CacheShape:
 class ContextCache:
     """Keys and values of every layer, [S, L + 1, K, E] each: slot p of row s holds position p, and
     the last slot takes what must not be kept. `visible` [S] is how many slots, from the left, an
-    active row sees."""
+    active row sees. With `rows` [S] the sequences are those rows of larger buffers."""
 
     keys: list[Tensor]
     values: list[Tensor]
     visible: Tensor
     even: int | None = None  # the host knows that every row sees this many
+    most: int | None = None  # the host knows that no row sees more
+    rows: Tensor | None = None
 
     @classmethod
     def allocate(cls, shape: CacheShape, num_sequences: int, length: int, like: Tensor):
@@ -113,17 +115,21 @@ class ContextCache:
         return sum(b.numel() * b.element_size() for b in self.keys + self.values)
 
     def keep(self, rows: Tensor) -> ContextCache:
-        """The cache of the rows [S] bool alone (retired rows are dropped)."""
-        return ContextCache(
-            [b[rows] for b in self.keys],
-            [b[rows] for b in self.values],
-            self.visible[rows],
-            self.even,
+        """The cache of these rows alone, a list or a bool [S] (retired rows are dropped)."""
+        return replace(
+            self,
+            keys=[b[rows] for b in self.keys],
+            values=[b[rows] for b in self.values],
+            visible=self.visible[rows],
         )
 
+    def at(self, rows: Tensor) -> ContextCache:
+        """A view of the rows [S'], a list: passes over these sequences alone."""
+        return replace(self, visible=self.visible[rows], rows=rows)
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put rows k, v [N, K, E] into flat slots [N] of a layer; returns the layer's keys and
-        values [S, L + 1, K, E].
+        """Put rows k, v [N, K, E] into flat slots [N] of a layer; returns the layer's buffers of
+        keys and values [S, L + 1, K, E].
 
         With gradients on, the buffers stay as they are (the context is a constant and serves the
         next draw) and the result is a copy through which gradients reach k and v.
@@ -137,19 +143,36 @@ class ContextCache:
 
     def slots(self, positions: Tensor, spare: Tensor | None = None) -> Tensor:
         """Flat slots [S * W] of row-relative positions [S, W]; `spare` [S, W] go to the last."""
-        row = torch.arange(len(positions), device=positions.device)[:, None]
+        sequence = torch.arange(len(positions), device=positions.device)[:, None]
         if spare is not None:
             positions = positions.masked_fill(spare, self.length)
-        return (row * (self.length + 1) + positions).flatten()
+        return self.slots_of(sequence, positions).flatten()
 
-    def show(self, visible: Tensor | int) -> None:
-        """Let active rows see the first `visible` slots, a number [S] or one for all."""
+    def slots_of(self, sequence: Tensor, positions: Tensor) -> Tensor:
+        """Flat slots of positions in the sequences with these numbers (shapes broadcast)."""
+        row = sequence if self.rows is None else self.rows[sequence]
+        return row * (self.length + 1) + positions
+
+    def show(self, visible: Tensor | int, most: int | None = None) -> None:
+        """Let active rows see the first `visible` slots, a number [S] or one for all; `most` is
+        the largest where the host knows it."""
         self.even = visible if isinstance(visible, int) else None
+        self.most = most if self.even is None else self.even
         self.visible = torch.zeros_like(self.visible) + visible
 
+    @property
+    def reach(self) -> int:
+        """How many slots, from the left, a pass must read."""
+        return self.length + 1 if self.most is None else self.most
+
+    def seen(self, buffer: Tensor) -> Tensor:
+        """The part of a layer's keys or values that a pass reads, [S, reach, K, E]."""
+        buffer = buffer[:, : self.reach]
+        return buffer if self.rows is None else buffer.index_select(0, self.rows)
+
     def mask(self) -> Tensor | None:
-        """Boolean [S, 1, 1, L + 1]: slots that an active row sees; None: the first `even`."""
+        """Boolean [S, 1, 1, reach]: slots that an active row sees; None: all of them."""
         if self.even is not None:
             return None
-        slot = torch.arange(self.length + 1, device=self.visible.device)
+        slot = torch.arange(self.reach, device=self.visible.device)
         return (slot[None] < self.visible[:, None])[:, None, None]

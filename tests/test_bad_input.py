@@ -4,7 +4,6 @@ or overwritten. (Malformed records of every kind: test_records.py; checkpoints: 
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bwsft import config as c
-from bwsft import train as t
 from bwsft.cli import main
 
 GOOD_LINE = json.dumps({"query": "1+1", "response": "2"}) + "\n"
@@ -287,26 +285,6 @@ def test_an_adapter_is_no_model_to_train(finished, refuse):
     folder = finished(lora=c.LoraConfig(rank=2))
     message = refuse(model=str(folder), tokenizer=None, out=str(folder) + "2")
     assert "is an adapter: merge it first" in message
-
-
-def test_no_disk_space(tiny, flags, capsys, monkeypatch, tmp_path):
-    """Files may not grow past 100 kB while the checkpoint is written."""
-    write = t.save_checkpoint
-
-    def limited(*arguments):
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        try:
-            return write(*arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    monkeypatch.setattr(t, "save_checkpoint", limited)
-    message = refused(flags(tiny(steps=2)), capsys)
-    assert "step-2 could not be written" in message and "make room" in message
-    assert os.listdir(tmp_path / "run" / "checkpoints") == []
-    monkeypatch.undo()
-    assert main(["train", "debug", "--resume", str(tmp_path / "run")]) == 0
 
 
 def test_the_status_reaches_the_shell():

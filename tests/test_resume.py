@@ -248,9 +248,9 @@ def wait_for_lines(process, path, count):
 
 @pytest.fixture
 def long(tiny):
-    """A run whose 24 updates take a few seconds, to be stopped in the middle."""
+    """A run whose 16 updates take a few seconds, to be stopped in the middle."""
     return tiny(
-        steps=24, batch_size=10, micro_batch_size=1, save_every=3, keep_last=2, lora=LORA,
+        steps=16, batch_size=10, micro_batch_size=1, save_every=3, keep_last=2, lora=LORA,
         eval=c.EvalConfig(every=8, draws=2),
     )
 
@@ -262,23 +262,23 @@ def test_sigterm_then_sigkill_then_resume(long, flags, tmp_path):
     log = folder / "metrics.jsonl"
 
     process = start(flags(dataclasses.replace(long, out=str(folder))))
-    wait_for_lines(process, log, 4)
+    wait_for_lines(process, log, 3)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
     done = len(read_log(log))
     assert process.returncode == 0 and "Traceback" not in output
-    assert 4 <= done < 20 and f"stopped after step {done} of 24; go on with" in output
+    assert 3 <= done < 13 and f"stopped after step {done} of 16; go on with" in output
     assert (folder / "checkpoints" / f"step-{done}").is_dir()
 
     process = start(["train", "debug", "--resume", str(folder)])
-    wait_for_lines(process, log, done + 4)
+    wait_for_lines(process, log, done + 3)
     process.kill()
     process.communicate(timeout=120)
     killed_at = log.read_bytes().count(b"\n")
-    assert process.returncode == -signal.SIGKILL and done + 4 <= killed_at < 24
+    assert process.returncode == -signal.SIGKILL and done + 3 <= killed_at < 16
 
     assert t.train(resumed(long, folder)) == 0
     assert history(folder) == history(reference)
-    assert end_state(folder, 24) == end_state(reference, 24)
+    assert end_state(folder, 16) == end_state(reference, 16)
     kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
-    assert kept == ["step-21", "step-24"]
+    assert kept == ["step-15", "step-16"]

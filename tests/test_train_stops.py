@@ -1,6 +1,8 @@
-"""What ends a run early: losses that are not finite, memory, signals."""
+"""What ends a run early: losses that are not finite, memory, signals, a full disk."""
 
+import dataclasses
 import os
+import resource
 import signal
 
 import pytest
@@ -110,3 +112,26 @@ def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         t.train(tiny())
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_full_disk_stops_and_the_run_goes_on_later(tiny, monkeypatch):
+    """Files may not grow past 100 kB while the checkpoint is written."""
+    write, config = t.save_checkpoint, tiny(steps=4)
+
+    def limited(*arguments):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            return write(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    folder = c.run_folder(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(t, "save_checkpoint", limited)
+        message = f"step-3 could not be written .*make room, then go on with --resume {folder}"
+        with pytest.raises(OSError, match=message):  # the command line prints it, status 2
+            t.train(config)
+    assert os.listdir(folder / "checkpoints") == []
+    assert t.train(dataclasses.replace(config, out=None, resume=str(folder))) == 0
+    assert [r["step"] for r in read_log(folder / "metrics.jsonl")] == [1, 2, 3, 4]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter: TRITON_INTERPRET=1 in a process of its own, see Makefile",
+    reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
 )
 
 MASK = 99
@@ -180,12 +180,10 @@ def test_rows_past_2_31():
     one = [torch.tensor([n]) for n in (far, length, 10, 28, 0, 0, 0)]
     rows = (torch.empty(8).long(), torch.empty(8).long(), torch.empty(8), torch.empty(1).long())
     counts = [torch.empty(1).long() for _ in range(3)] + [torch.empty(1), torch.empty(1).long()]
-    plan = module._plan(
-        module.MaskInputs(ids, *one[:6], block=None, block_weights=None), spec
-    )
+    inputs = module.MaskInputs(ids, *one[:6], block=None, block_weights=None)
     module._block_mask_fwd_kernel[(2,)](
-        ids, (noisy, labels), rows, tuple(counts), tuple(one), 1, 8, 1, 3, 0,
-        PLAN=plan, BLOCK_B=8, BLOCK_Q=1, BLOCK_T=64,
+        ids, (noisy, labels), rows, tuple(counts), tuple(one), 1, 8, 1, 1, 3, 0,
+        PLAN=module.plan_draw(inputs, spec), BLOCK_B=8, BLOCK_Q=1, BLOCK_T=64,
     )
     assert torch.equal(noisy[far:], law.noisy_ids[0]) and torch.equal(labels[far:], law.labels[0])
     found = int(law.num_rows)

@@ -24,7 +24,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter: TRITON_INTERPRET=1 in a process of its own, see Makefile",
+    reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
 )
 
 # Salmon et al. 2011, the authors' known-answer file.

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs Triton's interpreter: TRITON_INTERPRET=1 in a process of its own, see Makefile",
+        reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
     ),
     pytest.mark.filterwarnings("ignore:overflow"),  # soft-cap: 1 - 2 / exp(inf) is meant
 ]

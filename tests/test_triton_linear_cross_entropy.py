@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs Triton's interpreter: TRITON_INTERPRET=1 in a process of its own, see Makefile",
+        reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
     ),
     pytest.mark.filterwarnings("ignore:overflow"),  # soft-cap: 1 - 2 / exp(inf) is meant
 ]
@@ -59,12 +59,12 @@ def run(impl, x, weight, bias, target, upstream, backwards=1, **options):
         loss = reference.linear_cross_entropy(*leaves[:2], target, **options)
     else:
         loss = linear_cross_entropy(*leaves[:2], target, impl=impl, **options)
-    results = [
-        torch.autograd.grad(loss, leaves, upstream.to(loss.dtype), retain_graph=True)
-        for _ in range(backwards)
-    ]
-    assert all(torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True))
-    return [loss.detach(), *results[0]]
+    upstream = upstream.to(loss.dtype)
+    first, *others = (
+        torch.autograd.grad(loss, leaves, upstream, retain_graph=True) for _ in range(backwards)
+    )
+    assert all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
+    return [loss.detach(), *first]
 
 
 def check(assert_no_worse, x, weight, bias, target, upstream, **options):

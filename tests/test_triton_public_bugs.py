@@ -15,7 +15,7 @@ from bwsft_kernels import linear_argmax, linear_cross_entropy
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter: TRITON_INTERPRET=1 in a process of its own, see Makefile",
+    reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
 )
 
 loss_of = partial(linear_cross_entropy, impl="triton")

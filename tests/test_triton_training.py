@@ -13,7 +13,7 @@ from bwsft.backbones.load import new_backbone
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter: TRITON_INTERPRET=1 in a process of its own, see Makefile",
+    reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
 )
 
 CONFIG = dict(

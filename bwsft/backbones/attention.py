@@ -53,21 +53,20 @@ class AttentionLayout:
 @dataclass(frozen=True)
 class ActiveLayout:
     """A rectangle of rows [S * W, ...] against a context cache: they write their keys and values
-    into the flat slots ``cache_slots`` [S * W] and attend to all that ``mask`` [S, 1, 1, slots]
-    shows (None: to the first ``visible`` slots of every sequence)."""
+    into the flat slots ``cache_slots`` [S * W] and attend to what the cache shows, of that to what
+    ``mask`` [S, 1, 1, slots] allows (None: all)."""
 
     cache: Any
     cache_slots: Tensor
     num_sequences: int
     mask: Tensor | None
-    visible: int
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
     ) -> Tensor:
         """As :meth:`AttentionLayout.attend`."""
-        keys, values = self.cache.write(layer, self.cache_slots, k, v)
-        keys, values = (x[:, : self.visible].transpose(1, 2) for x in (keys, values))
+        buffers = self.cache.write(layer, self.cache_slots, k, v)
+        keys, values = (self.cache.seen(x).transpose(1, 2) for x in buffers)
         q = q.unflatten(0, (self.num_sequences, -1)).transpose(1, 2)  # [S, H, W, E]
         keys, values = _match_heads(q, keys, values, dim=1)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)

@@ -124,7 +124,7 @@ class LladaForMaskedDiffusion(PreTrainedModel):
                 cu_seqlens.diff().long(),
                 output_size=len(ids),
             )
-            slots = starts * (context.length + 1) + position_ids
+            slots = context.slots_of(starts, position_ids)
             layout = replace(layout, record=context, cache_slots=slots)
         return self.model(x, position_ids, layout, wanted)
 
@@ -134,14 +134,8 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         """As :meth:`bwsft.backbones.base.Backbone.active_hidden_states`."""
         positions = span.positions()
         check_ids(ids, self.config.vocab_size)
-        mask = cache.mask()
-        layout = ActiveLayout(
-            cache=cache,
-            cache_slots=cache.slots(positions, span.repeats()),
-            num_sequences=len(ids),
-            mask=mask,
-            visible=cache.even if mask is None else cache.length + 1,
-        )
+        slots = cache.slots(positions, span.repeats())
+        layout = ActiveLayout(cache, slots, len(ids), cache.mask())
         x = self.model.transformer["wte"](ids.flatten())
         return self.model(x, positions.flatten(), layout, wanted)
 

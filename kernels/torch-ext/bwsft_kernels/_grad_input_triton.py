@@ -15,7 +15,7 @@ from ._tuning import Tile, choose_splits, tuned
 MERGE_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _grad_input_bwd_kernel(
     g_ptr,
     w_ptr,

@@ -15,7 +15,7 @@ MERGE_TILES = 128
 MERGE_ROWS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _head_loss_fwd_kernel(
     x_ptr,
     w_ptr,
@@ -66,7 +66,7 @@ def _head_loss_fwd_kernel(
     tl.store(out + N, tl.sum(tl.exp(logits - top[:, None]), axis=1), mask=row_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _head_loss_merge_kernel(
     partial_ptr,
     picked_ptr,

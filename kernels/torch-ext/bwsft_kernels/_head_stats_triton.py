@@ -52,7 +52,7 @@ def _first_max(values):
     return first, tl.min(tl.where(values == first[:, None], index, values.shape[1]), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # rows come in any number; compile once
 def _head_stats_fwd_kernel(
     x_ptr,
     w_ptr,
@@ -117,7 +117,7 @@ def _head_stats_fwd_kernel(
     tl.store(token_ptr + tile.to(tl.int64) * N + rows, tile * BLOCK_V + index, mask=row_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _head_stats_merge_kernel(
     partial_ptr,
     part_token_ptr,

@@ -1,8 +1,8 @@
 """Blockwise masks: one active block of each response masked at a random rate, the suffix hidden.
 
-The corruption of Blockwise SFT (paper section 3, algorithm 1) with the corrections that DESIGN.md
-lists, built without a host synchronisation. Letters: T tokens in the batch, S sequences, L length,
-B block size, M blocks of a response, R bound on the loss rows.
+The corruption of Blockwise SFT, built without a host synchronisation: the prefix stays clean, and
+only masked tokens of the active block bear loss. Letters: T tokens in the batch, S sequences,
+L length, B block size, M blocks of a response, R bound on the loss rows.
 """
 
 from dataclasses import replace

@@ -1,0 +1,225 @@
+"""The context modes of decoding: how the active block's hidden states are computed in a step.
+
+exact         every step runs the whole canvas
+cached        on entering a block one pass over the whole canvas, which is its first denoising step
+              and stores all keys and values; then the active rows run alone against those
+prefix        as cached, but the suffix is recomputed with the active rows
+block_causal  the prompt runs once; a block sees the prompt, the blocks before it and itself; when
+              it is finished, one pass with its final tokens stores its keys and values
+
+S rows, T packed tokens, W width of the active blocks, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from bwsft.backbones.base import Backbone
+from bwsft.canvas import Canvas, Packed, upload
+from bwsft.context import ContextCache, Span
+from bwsft.decoding import DecodeConfig, PlannedStep, block_bounds
+
+
+@dataclass
+class DecodeContext:
+    """The context cache of one batch and what it holds; `passes` counts each row's forwards."""
+
+    model: Backbone
+    config: DecodeConfig
+    cache: ContextCache | None
+    passes: list[int]
+    # block_causal: how far each row's cache is final, and the stop of each of its blocks.
+    stored: list[int] = field(default_factory=list)
+    blocks: list[dict[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, model: Backbone, config: DecodeConfig, canvas: Canvas) -> DecodeContext:
+        rows, cache = canvas.rows, None
+        if config.context != "exact":
+            cache = model.new_cache(len(rows), max(row.length for row in rows))
+        context = cls(model, config, cache, [0] * len(rows))
+        if config.context == "block_causal":
+            context.prefill(canvas)
+        return context
+
+    def keep(self, kept: list[int]) -> None:
+        """Retired rows leave the cache."""
+        index = torch.tensor(kept, dtype=torch.long)
+        if self.cache is not None:
+            self.cache = self.cache.keep(index.to(self.cache.visible.device))
+        self.passes = [self.passes[i] for i in kept]
+        if self.config.context == "block_causal":
+            self.stored = [self.stored[i] for i in kept]
+            self.blocks = [self.blocks[i] for i in kept]
+
+    def hidden(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
+        """The rows that predict the tokens of the active blocks, [S * W, D]."""
+        if self.config.context == "exact":
+            return self.exact(canvas, turns, block)
+        if self.config.context == "block_causal":
+            self.store_finished(canvas, turns)
+            everyone, stops = list(range(len(turns))), [turn.stop for turn in turns]
+            return self.active_pass(canvas, everyone, block, stops)
+        every, lengths = self.config.refresh, self.lengths(canvas, turns)
+        entering = [t.number == 0 or bool(every) and t.number % every == 0 for t in turns]
+        parts = []
+        if enter := [i for i, e in enumerate(entering) if e]:
+            parts.append((enter, self.context_pass(canvas, enter, lengths, block)))
+        if rest := [i for i, e in enumerate(entering) if not e]:
+            prefix = self.config.context == "prefix"
+            run = self.suffix_pass if prefix else self.active_pass
+            parts.append((rest, run(canvas, rest, block, lengths)))
+        return joined(parts, len(turns), block.width)
+
+    def lengths(self, canvas: Canvas, turns: list[PlannedStep]) -> list[int]:
+        """Positions of every row that are present."""
+        window = self.config.suffix_window
+        return [
+            min(turn.stop + window, row.length)
+            for turn, row in zip(turns, canvas.rows, strict=True)
+        ]
+
+    def exact(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
+        everyone, scale = list(range(len(turns))), self.config.cfg_scale
+        self.count(everyone, 2 if scale else 1)
+        view = canvas.view(everyone, self.lengths(canvas, turns))
+        wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
+        if scale:
+            view, wanted = with_blind_rows(view, wanted, canvas, self.model.family.mask_id)
+        hidden = self.model.hidden_states(*view[:3], max_length=view.max_length, wanted=wanted)
+        if not scale:
+            return hidden
+        # The head is linear: combining its input is combining the logits.
+        seeing, blind = hidden.chunk(2)
+        return (1 + scale) * seeing - scale * blind
+
+    def context_pass(
+        self, canvas: Canvas, rows: list[int], lengths: list[int], block: Span
+    ) -> Tensor:
+        """Compute the context of some rows, at their present state, and store it; the active
+        blocks' hidden states come with it."""
+        self.count(rows)
+        view = canvas.view(rows, [lengths[i] for i in rows])
+        cache, block = self.part(rows, block)
+        wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
+        return self.model.fill(view, cache, wanted)
+
+    def active_pass(
+        self, canvas: Canvas, rows: list[int], block: Span, visible: list[int]
+    ) -> Tensor:
+        """Run the active blocks of some rows, which see the first `visible` slots of each row."""
+        cache, block = self.part(rows, block)
+        return self.span_pass(canvas, rows, block, cache, visible)
+
+    def suffix_pass(
+        self, canvas: Canvas, rows: list[int], block: Span, lengths: list[int]
+    ) -> Tensor:
+        """As `active_pass`, but all behind the block runs too, up to `lengths` of every row."""
+        cache, block = self.part(rows, block)
+        stop = upload([lengths[i] for i in rows], block.start.device)
+        # Rows of a batch may stand at different blocks: the host knows no better width.
+        width = max(lengths[i] for i in rows) - min(len(canvas.rows[i].prompt) for i in rows)
+        span = Span(block.start, stop - block.start, width)
+        first = torch.arange(len(rows), device=stop.device)[:, None] * width
+        wanted = first + block.positions() - block.start[:, None]
+        return self.span_pass(canvas, rows, span, cache, lengths, wanted)
+
+    def span_pass(
+        self,
+        canvas: Canvas,
+        rows: list[int],
+        span: Span,
+        cache: ContextCache,
+        visible: list[int],
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        self.count(rows)
+        show(cache, [visible[i] for i in rows])
+        starts = canvas.cu_seqlens[:-1]
+        if len(rows) < len(canvas.rows):
+            starts = starts[cache.rows]
+        span = span.shifted(self.model.family.logit_shift)
+        ids = canvas.ids[starts[:, None].long() + span.positions()]
+        return self.model.active_hidden_states(ids, span, cache, wanted)
+
+    def part(self, rows: list[int], block: Span) -> tuple[ContextCache, Span]:
+        """Cache and active blocks of some rows."""
+        if len(rows) == len(self.passes):
+            return self.cache, block
+        index = upload(rows, block.start.device)
+        return self.cache.at(index), replace(
+            block, start=block.start[index], length=block.length[index]
+        )
+
+    def count(self, rows: list[int], passes: int = 1) -> None:
+        for i in rows:
+            self.passes[i] += passes
+
+    def prefill(self, canvas: Canvas) -> None:
+        """block_causal: store the prompts, each bidirectional in itself, as in training."""
+        origin = self.model.family.block_origin
+        self.stored = [len(row.prompt) for row in canvas.rows]
+        self.blocks = [dict(block_bounds(n, self.config, origin)) for n in self.stored]
+        if rows := [i for i, n in enumerate(self.stored) if n]:
+            self.count(rows)
+            view = canvas.view(rows, [self.stored[i] for i in rows])
+            last = view.cu_seqlens[1:, None].long() - 1  # what comes out is not used
+            self.model.fill(view, self.cache.at(upload(rows, view.ids.device)), last)
+
+    def store_finished(self, canvas: Canvas, turns: list[PlannedStep]) -> None:
+        """block_causal: store the blocks before the active ones, with their final tokens."""
+        while rows := [i for i, turn in enumerate(turns) if self.stored[i] < turn.start]:
+            stops = [blocks.get(n, n) for blocks, n in zip(self.blocks, self.stored, strict=True)]
+            sizes = [stops[i] - self.stored[i] for i in rows]
+            bounds = upload([(self.stored[i], stops[i]) for i in rows], canvas.ids.device)
+            start, stop = bounds.unbind(1)
+            block = Span(start, stop - start, max(sizes), even=min(sizes) == max(sizes))
+            cache = self.cache
+            if len(rows) < len(turns):
+                cache = cache.at(upload(rows, start.device))
+            # Keys and values are all that counts: one row through the rest of the last layer.
+            first = torch.arange(len(rows), device=start.device)[:, None] * block.width
+            self.span_pass(canvas, rows, block, cache, stops, first)
+            for i in rows:
+                self.stored[i] = stops[i]
+
+
+def show(cache: ContextCache, visible: list[int]) -> None:
+    most = max(visible)
+    if min(visible) == most:
+        cache.show(most)
+    else:
+        cache.show(upload(visible, cache.visible.device), most)
+
+
+def joined(parts: list[tuple[list[int], Tensor]], num_rows: int, width: int) -> Tensor:
+    """Hidden states of groups of rows, [rows * W, D] each, in the rows' order [S * W, D]."""
+    if len(parts) == 1:
+        return parts[0][1]
+    order = upload([i for rows, _ in parts for i in rows], parts[0][1].device)
+    both = torch.cat([hidden.unflatten(0, (-1, width)) for _, hidden in parts])
+    return torch.empty_like(both).index_copy_(0, order, both).flatten(0, 1)
+
+
+def with_blind_rows(
+    view: Packed, wanted: Tensor, canvas: Canvas, mask_id: int
+) -> tuple[Packed, Tensor]:
+    """The rows, and behind them the same rows with their prompts masked; the wanted rows of both.
+    Given tokens of the response stay."""
+    prompts = upload([len(row.prompt) for row in canvas.rows], view.ids.device)
+    owner = torch.repeat_interleave(
+        torch.arange(len(canvas.rows), device=view.ids.device),
+        view.cu_seqlens.diff().long(),
+        output_size=len(view.ids),
+    )
+    blind = view.ids.masked_fill(view.position_ids < prompts[owner], mask_id)
+    both = Packed(
+        torch.cat([view.ids, blind]),
+        view.position_ids.repeat(2),
+        torch.cat([view.cu_seqlens, view.cu_seqlens[1:] + len(view.ids)]),
+        view.max_length,
+    )
+    return both, torch.cat([wanted, wanted + len(view.ids)])

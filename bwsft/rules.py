@@ -1,0 +1,70 @@
+"""Which of its masked slots a denoising step commits.
+
+S rows, B slots of an active block, N masked slots. Every rule commits at least one token of every
+row that has a [MASK] left, so that a block takes at most B steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from bwsft_kernels.linear_argmax import LinearArgmax
+from bwsft_kernels.philox import Stream, philox_u24
+from torch import Tensor
+
+from bwsft.decoding import DecodeConfig
+
+
+def wanted_numbers(config: DecodeConfig) -> set[str]:
+    """What linear_argmax must return for the rule and the order."""
+    return {"confidence", config.ordered_by} & {"confidence", "margin", "entropy"}
+
+
+def priority(config: DecodeConfig, best: LinearArgmax, key: tuple[Tensor, ...]) -> Tensor:
+    """[N], higher goes first; key: request, step and position [N] of each slot."""
+    request, step, position = key
+    if config.ordered_by == "margin":
+        return best.margin
+    if config.ordered_by == "entropy":
+        return -best.entropy
+    if config.ordered_by == "random":
+        word = philox_u24(position, step, request, seed=config.seed, stream=Stream.ORDER)
+        return word.to(best.confidence.dtype)
+    if config.ordered_by == "left":
+        return -position.to(best.confidence.dtype)
+    return best.confidence
+
+
+def rank(priority: Tensor, masked: Tensor) -> Tensor:
+    """Place [S, B] of every slot among its row's masked slots; the others stand behind them. Ties
+    go to the leftmost slot."""
+    order = priority.masked_fill(~masked, -torch.inf).sort(1, descending=True, stable=True).indices
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places)
+
+
+def commit_quota(priority: Tensor, masked: Tensor, quota: Tensor) -> Tensor:
+    """The `quota` [S] masked slots of every row [S, B] that go first -> bool [S, B].
+
+    Low-confidence remasking seen from the other side: the rest stays [MASK].
+    """
+    return masked & (rank(priority, masked) < quota[:, None])
+
+
+def commit_sure(
+    config: DecodeConfig, priority: Tensor, confidence: Tensor, masked: Tensor
+) -> Tensor:
+    """The masked slots [S, B] that a dynamic rule takes -> bool [S, B]; see DecodeConfig."""
+    place = rank(priority, masked)
+    if config.rule == "threshold":
+        return masked & ((confidence > config.bound) | (place == 0))
+    # Both other rules take a run of slots from the first on.
+    if config.rule == "factor":
+        n = place + 1
+        enough = confidence >= 1 - config.bound / (n + 1)
+    else:
+        entropy = (-priority).masked_fill(~masked, torch.inf)
+        ordered = torch.empty_like(entropy).scatter_(1, place, entropy)
+        enough = ordered.cumsum(1).gather(1, place) < config.bound
+    enough = masked & (enough | (place == 0))
+    in_order = torch.zeros_like(place).scatter_(1, place, enough.long())
+    return in_order.cumprod(1).gather(1, place).bool()
