@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         "export": _export,
         "demo": _demo,
     }
-    from bwsft.config import PRESETS
+    from bwsft.presets import PRESETS
 
     usage = USAGE.format(presets=", ".join(PRESETS))
     if not argv or argv[0] in ("-h", "--help"):
@@ -101,12 +101,13 @@ def parse_train(argv: list[str]):
     import tyro
 
     from bwsft import config as c
+    from bwsft.presets import PRESETS
 
-    defaults = {name: make() for name, make in c.PRESETS.items()}
+    defaults = {name: make() for name, make in PRESETS.items()}
     stored = _stored_config(argv)
     if stored is not None and stored.preset in defaults:
         defaults[stored.preset] = dataclasses.replace(stored, out=None)
-    presets = {n: ((c.PRESETS[n].__doc__ or ""), d) for n, d in defaults.items()}
+    presets = {n: ((PRESETS[n].__doc__ or ""), d) for n, d in defaults.items()}
     config = tyro.extras.overridable_config_cli(presets, args=argv, prog="bwsft train")
     c.validate(config)
     return config

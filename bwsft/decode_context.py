@@ -69,9 +69,10 @@ class DecodeContext:
         if enter := [i for i, e in enumerate(entering) if e]:
             parts.append((enter, self.context_pass(canvas, enter, lengths, block)))
         if rest := [i for i, e in enumerate(entering) if not e]:
-            prefix = self.config.context == "prefix"
-            run = self.suffix_pass if prefix else self.active_pass
-            parts.append((rest, run(canvas, rest, block, lengths)))
+            if self.config.context == "prefix":
+                parts.append((rest, self.suffix_pass(canvas, rest, block, turns, lengths)))
+            else:
+                parts.append((rest, self.active_pass(canvas, rest, block, lengths)))
         return joined(parts, len(turns), block.width)
 
     def lengths(self, canvas: Canvas, turns: list[PlannedStep]) -> list[int]:
@@ -115,15 +116,19 @@ class DecodeContext:
         return self.span_pass(canvas, rows, block, cache, visible)
 
     def suffix_pass(
-        self, canvas: Canvas, rows: list[int], block: Span, lengths: list[int]
+        self,
+        canvas: Canvas,
+        rows: list[int],
+        block: Span,
+        turns: list[PlannedStep],
+        lengths: list[int],
     ) -> Tensor:
         """As `active_pass`, but all behind the block runs too, up to `lengths` of every row."""
         cache, block = self.part(rows, block)
+        sizes = [lengths[i] - turns[i].start for i in rows]
         stop = upload([lengths[i] for i in rows], block.start.device)
-        # Rows of a batch may stand at different blocks: the host knows no better width.
-        width = max(lengths[i] for i in rows) - min(len(canvas.rows[i].prompt) for i in rows)
-        span = Span(block.start, stop - block.start, width)
-        first = torch.arange(len(rows), device=stop.device)[:, None] * width
+        span = Span(block.start, stop - block.start, max(sizes), even=min(sizes) == max(sizes))
+        first = torch.arange(len(rows), device=stop.device)[:, None] * span.width
         wanted = first + block.positions() - block.start[:, None]
         return self.span_pass(canvas, rows, span, cache, lengths, wanted)
 

@@ -13,11 +13,12 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from bwsft import config as c
+from bwsft import presets
 from bwsft.decoding import DecodeConfig
 from bwsft.evaluate import Decode, Decoded
-from bwsft.generate import Generation, check_request, decode_stream
+from bwsft.generate import Generation, decode_stream
 from bwsft.models import Trained, load_trained
+from bwsft.request import check_request
 from bwsft.templates import Template
 
 
@@ -145,7 +146,7 @@ def training_config(model: str | None, trained: Trained) -> dict:
     made for the debug preset."""
     if trained.state:
         return trained.state["config"]
-    return dataclasses.asdict(c.debug()) if model is None else {}
+    return dataclasses.asdict(presets.debug()) if model is None else {}
 
 
 def in_order(results: Iterator[tuple[int, Generation]]) -> Iterator[Generation]:

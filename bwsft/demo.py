@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from bwsft import config as c
 from bwsft import data as d
-from bwsft import scoring, wordproblems
+from bwsft import presets, scoring, wordproblems
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import Generation, decode_stream
 from bwsft.models import Trained, load_trained
@@ -43,7 +43,7 @@ def demo_config(options: DemoOptions) -> c.Config:
     """The debug preset with enough updates to see the accuracy rise."""
     return c.Config(
         **{
-            **vars(c.debug()),
+            **vars(presets.debug()),
             "out": options.out,
             "steps": options.steps,
             "seed": options.seed,

@@ -1,8 +1,9 @@
-"""Semi-autoregressive decoding: fill the canvas block by block, most confident tokens first.
+"""Semi-autoregressive decoding: fill the canvas block by block.
 
-Exact mode: every denoising step runs the model on the whole canvas, its last layer on the active
-blocks and the head on their masked rows only, and no logits are kept. At temperature 0 in float64
-the text up to the end token equals that of LLaDA's published decoder with [MASK] banned, token for
+A denoising step finds the hidden states of the active blocks under the context mode
+(bwsft/decode_context.py), runs the head on their masked rows only, without keeping logits, and
+commits what the transfer rule takes (bwsft/rules.py). In exact mode at temperature 0 in float64 the
+text up to the end token equals that of LLaDA's published decoder with [MASK] banned, token for
 token.
 
 T packed tokens, S rows, B block size, N masked rows of the active blocks, D hidden size.
@@ -11,18 +12,19 @@ T packed tokens, S rows, B block size, N masked rows of the active blocks, D hid
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from bwsft_kernels import linear_argmax
-from bwsft_kernels.linear_argmax import GumbelKey
 from torch import Tensor
 
-from bwsft.backbones.base import Backbone, Family
+from bwsft.backbones.base import Backbone
 from bwsft.canvas import Canvas, Row
-from bwsft.decoding import DecodeConfig, commit_quota, final_rows, plan_row
+from bwsft.decode_context import DecodeContext
+from bwsft.decoding import DecodeConfig, PlannedStep, final_rows
+from bwsft.request import Given, make_rows
+from bwsft.rules import choose, commit_quota, commit_sure, priority
 
 
 class Commit(NamedTuple):
@@ -43,9 +45,15 @@ class Generation:
     ended: bool
     """An end token was produced; otherwise the canvas was too short."""
     steps: int
-    """Denoising steps of this row, each one forward pass."""
+    """Denoising steps of this row."""
     trace: list[Commit] = field(default_factory=list)
     """On request, everything that was committed, in order, also from the end token on."""
+    passes: int = 0
+    """Forward passes that this row took part in: as many as steps, and those of block_causal
+    context or of guidance."""
+
+
+OnCommit = Callable[[int, list[Commit]], None]
 
 
 def generate(
@@ -55,15 +63,20 @@ def generate(
     *,
     trace: bool = False,
     requests: Sequence[int] | None = None,
+    canvases: Sequence[Given] | None = None,
+    on_commit: OnCommit | None = None,
 ) -> list[Generation]:
     """Decode one response per prompt (a list of token ids), in the order given.
 
     Rows of a batch do not see each other and have no padding: a prompt alone gives the same tokens
     (up to the summation order of the kernels). `requests` are the numbers that the noise of each
-    prompt depends on, by default 0, 1, ... Raises ValueError for a prompt that cannot be decoded
-    and FloatingPointError if the model produces NaN.
+    prompt depends on, by default 0, 1, ... `canvases` hold the given tokens of each response, None
+    where a token is wanted (and behind the last one). `on_commit(index of the prompt, commits)` is
+    called after every step that committed something. Raises ValueError for a prompt that cannot be
+    decoded and FloatingPointError if the model produces NaN.
     """
-    found = dict(decode_stream(model, prompts, config, trace=trace, requests=requests))
+    options = {"trace": trace, "requests": requests, "canvases": canvases, "on_commit": on_commit}
+    found = dict(decode_stream(model, prompts, config, **options))
     return [found[index] for index in range(len(prompts))]
 
 
@@ -74,6 +87,8 @@ def decode_stream(
     *,
     trace: bool = False,
     requests: Sequence[int] | None = None,
+    canvases: Sequence[Given] | None = None,
+    on_commit: OnCommit | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """As `generate`, but yields (index of the prompt, Generation) as rows finish.
 
@@ -81,60 +96,48 @@ def decode_stream(
     """
     config = config or DecodeConfig()
     requests = range(len(prompts)) if requests is None else requests
-    check_request(prompts, requests, model.family, config)
-    origin = model.family.block_origin
-    rows = [
-        Row(index, request, list(map(int, prompt)), plan_row(len(prompt), config, origin))
-        for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
-    ]
+    rows = make_rows(prompts, canvases, requests, model.family, config)
     size = config.batch_size
     batches = (rows[start : start + size] for start in range(0, len(rows), size))
-    return (result for batch in batches for result in fill(model, batch, config, trace))
-
-
-def check_request(prompts, requests, family: Family, config: DecodeConfig) -> None:
-    """Raise ValueError naming the first prompt, or the setting, that the model cannot take."""
-    if len(requests) != len(prompts):
-        raise ValueError(f"{len(requests)} request numbers for {len(prompts)} prompts")
-    for token in config.banned_ids:
-        if not 0 <= token < family.vocab_size:
-            raise ValueError(f"banned_ids has {token}, outside [0, {family.vocab_size})")
-    if len({*config.banned_ids, family.mask_id}) >= family.vocab_size:
-        raise ValueError("banned_ids leave no token to produce")
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
-            raise ValueError(f"prompt {i} is {type(prompt).__name__}: give lists of token ids")
-        total = len(prompt) + config.gen_length
-        if total > family.max_positions:
-            raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens: with gen_length {config.gen_length} that "
-                f"is {total}, more than the model's {family.max_positions} positions"
-            )
-        if family.mask_id in prompt:
-            raise ValueError(f"prompt {i} contains the [MASK] id {family.mask_id}")
-        if len(prompt) and not 0 <= min(prompt) <= max(prompt) < family.vocab_size:
-            raise ValueError(f"prompt {i} has a token id outside [0, {family.vocab_size})")
-        if len(prompt) < family.logit_shift:
-            raise ValueError(f"prompt {i} is empty, but this model predicts from the token before")
+    return (result for batch in batches for result in fill(model, batch, config, trace, on_commit))
 
 
 def fill(
-    model: Backbone, rows: list[Row], config: DecodeConfig, trace: bool = False
+    model: Backbone,
+    rows: list[Row],
+    config: DecodeConfig,
+    trace: bool = False,
+    on_commit: OnCommit | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """Decode one batch; yields (row.index, Generation) and drops the row as soon as it is final."""
-    family = model.family
-    weight = model.head()[0]
-    canvas = Canvas.begin(rows, family, weight)
+    family, weight = model.family, model.head()[0]
     end_ids = torch.tensor(family.end_ids, device=weight.device)
+    canvas = Canvas.begin(rows, weight, config.dynamic)
+    with decoding(model, weight):
+        context = DecodeContext.begin(model, config, canvas)
+    turns = [row.plan[0] if row.plan else None for row in rows]
+    final = final_rows(canvas.responses(config.gen_length), family.mask_id, end_ids).tolist()
     step = 0
-    while canvas.rows:
-        with decoding(model, weight):
-            nan = denoise(model, canvas, config, step)
-        step += 1
-        done = finished(canvas, nan, step, config, family.mask_id, end_ids)
+    while True:
+        # Before a forward: what is given may leave nothing to do.
+        done = [t is None or f and config.stop_at_end for t, f in zip(turns, final, strict=True)]
         if any(done):
-            yield from harvest(canvas, done, step, config.gen_length, family.end_ids, trace)
-            canvas = canvas.keep([i for i, d in enumerate(done) if not d])
+            yield from harvest(canvas, done, step, context.passes, family.end_ids, trace)
+            kept = [i for i, d in enumerate(done) if not d]
+            canvas, turns = canvas.keep(kept), [turns[i] for i in kept]
+            context.keep(kept)
+        if not canvas.rows:
+            return
+        with decoding(model, weight):
+            outcome = denoise(model, context, canvas, turns, step)
+        step += 1
+        counts, final = poll(canvas, outcome, step, config, family.mask_id, end_ids)
+        turns = [
+            row.following(turn, step, count)
+            for row, turn, count in zip(canvas.rows, turns, counts, strict=True)
+        ]
+        if on_commit:
+            report(canvas, outcome, step - 1, on_commit)
 
 
 @contextlib.contextmanager
@@ -154,100 +157,116 @@ def decoding(model: Backbone, weight: Tensor):
             model.train()
 
 
-def denoise(model: Backbone, canvas: Canvas, config: DecodeConfig, step: int) -> Tensor:
-    """One step: forward, a token for every [MASK] of the active blocks, commit the most confident
-    quota of each row. Writes the canvas; returns linear_argmax's NaN flag.
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did."""
 
-    Reads nothing back from the device: the number of [MASK]s is in the plan.
+    nan: Tensor  # 0-dim bool
+    taken: Tensor  # [S, B] bool: slots of the active blocks that got their token
+    flat: Tensor  # [S, B] their places in the canvas
+
+
+def denoise(
+    model: Backbone, context: DecodeContext, canvas: Canvas, turns: list[PlannedStep], step: int
+) -> Outcome:
+    """One step: forward, a token for every [MASK] of the active blocks, commit what the rule takes.
+    Writes the canvas.
+
+    Reads nothing back from the device: the host knows the number of [MASK]s.
     """
-    mask_id = model.family.mask_id
-    turns = [row.plan[step] for row in canvas.rows]
-    width = max(turn.stop - turn.start for turn in turns)
-    start, stop, quota = canvas.plan[:, step].unbind(1)
+    config, mask_id = context.config, model.family.mask_id
 
     # 1. The active blocks [S, B], the slots in them that are masked, and those rows [N] of the
     #    packed canvas. A short block repeats its last position.
-    position = start[:, None] + torch.arange(width, device=start.device)
-    inside = position < stop[:, None]
-    position = torch.minimum(position, stop[:, None] - 1)
-    flat = canvas.cu_seqlens[:-1, None] + position
-    masked = inside & (canvas.ids[flat] == mask_id)
+    block, quota = canvas.active(turns, step)
+    flat = block.flat(canvas.cu_seqlens)
+    masked = canvas.ids[flat] == mask_id
+    if not block.even:
+        masked = masked & ~block.repeats()
     slots = masked.flatten().nonzero_static(size=sum(turn.masked for turn in turns)).squeeze(1)
     rows = flat.flatten()[slots]
 
-    # 2. Forward on the whole canvas, last layer on the active blocks, head on the N rows.
-    hidden = model.hidden_states(
-        canvas.ids,
-        canvas.position_ids,
-        canvas.cu_seqlens,
-        max_length=max(row.length for row in canvas.rows),
-        wanted=model.predicting_rows(flat),
-    )
-    request = canvas.requests[slots // width]
-    key = (request, torch.full_like(rows, step), position.flatten()[slots])
-    best = choose(model, hidden.index_select(0, slots), config, key)
+    # 2. Hidden states under the context mode, then the head on the N rows.
+    hidden = context.hidden(canvas, turns, block).index_select(0, slots)
+    position = block.positions().flatten()[slots]
+    key = (canvas.requests[slots // block.width], torch.full_like(rows, step), position)
+    early = None
+    if config.min_length:
+        prompt = canvas.cu_seqlens.diff() - config.gen_length
+        early = position - prompt[slots // block.width] < config.min_length
+    best = choose(model, hidden, config, key, early)
 
     # 3. Commit: each of the N rows gets its token or stays [MASK].
-    confidence = best.confidence.new_full((masked.numel(),), -torch.inf)
-    confidence[slots] = best.confidence
-    taken = commit_quota(confidence.view_as(masked), masked, quota).flatten()[slots]
-    canvas.ids[rows] = torch.where(taken, best.token, mask_id)
-    canvas.committed_at[rows] = torch.where(taken, step, -1)
+    def rectangle(values: Tensor) -> Tensor:
+        return values.new_full((masked.numel(),), -torch.inf).index_copy_(0, slots, values)
+
+    confidence = rectangle(best.confidence).view_as(masked)
+    goes_first = rectangle(priority(config, best, key)).view_as(masked)
+    if quota is None:
+        taken = commit_sure(config, goes_first, confidence, masked)
+    else:
+        taken = commit_quota(goes_first, masked, quota)
+    got = taken.flatten()[slots]
+    canvas.ids[rows] = torch.where(got, best.token, mask_id)
+    canvas.committed_at[rows] = torch.where(got, step, -1)
     canvas.confidence[rows] = best.confidence
-    return best.nan_flag
+    return Outcome(best.nan_flag, taken, flat)
 
 
-def choose(model: Backbone, hidden: Tensor, config: DecodeConfig, key: tuple[Tensor, ...]):
-    """linear_argmax of hidden rows [N, D] with the model's head; key: request, step, position."""
-    family = model.family
-    weight, bias = model.head()
-    size = family.vocab_size  # a head may have spare rows behind the vocabulary
-    return linear_argmax(
-        hidden,
-        weight[:size],
-        linear_bias=None if bias is None else bias[:size],
-        banned_ids=config.banned_ids,
-        mask_id=family.mask_id,
-        temperature=config.temperature,
-        gumbel=GumbelKey(config.seed, *key) if config.temperature > 0 else None,
-        softcap=family.softcap,
-    )
-
-
-def finished(canvas: Canvas, nan: Tensor, step: int, config, mask_id, end_ids) -> list[bool]:
-    """Rows whose text is final after `step` steps. The one read from the device per step."""
-    flags = nan[None]
+def poll(
+    canvas: Canvas, outcome: Outcome, step: int, config: DecodeConfig, mask_id: int, end_ids: Tensor
+) -> tuple[list[int | None], list[bool]]:
+    """After `step` steps: what the last one committed in each row (None where the plan says so),
+    and the rows whose text is final. The one read from the device per step."""
+    size = len(canvas.rows)
+    flags = [outcome.nan[None].long()]
+    if config.dynamic:
+        flags.append(outcome.taken.sum(1))
     if config.stop_at_end:
-        final = final_rows(canvas.responses(config.gen_length), mask_id, end_ids)
-        flags = torch.cat([flags, final])
-    broken, *final = flags.tolist()
+        responses = canvas.responses(config.gen_length)
+        flags.append(final_rows(responses, mask_id, end_ids).long())
+    broken, *found = torch.cat(flags).tolist()
     if broken:
         raise FloatingPointError(
             f"the model's logits are NaN at denoising step {step}: decode in float32, or check "
             "the checkpoint"
         )
-    over = [len(row.plan) == step for row in canvas.rows]
-    return [a or b for a, b in zip(over, final, strict=True)] if final else over
+    counts = found[:size] if config.dynamic else [None] * size
+    return counts, [bool(f) for f in found[-size:]] if config.stop_at_end else [False] * size
+
+
+def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> None:
+    """Tell the callback what the step committed."""
+    taken, flat = outcome.taken.tolist(), outcome.flat
+    edges = canvas.cu_seqlens.tolist()
+    columns = [x.tolist() for x in (flat, canvas.ids[flat], canvas.confidence[flat])]
+    for row, start, marks, *values in zip(canvas.rows, edges[:-1], taken, *columns, strict=True):
+        first = start + len(row.prompt)
+        on_commit(row.index, [
+            Commit(step, place - first, token, confidence)
+            for mark, place, token, confidence in zip(marks, *values, strict=True) if mark
+        ])  # fmt: skip
 
 
 def harvest(
     canvas: Canvas,
     done: list[bool],
     steps: int,
-    gen_length: int,
+    passes: list[int],
     end_ids: tuple[int, ...],
     trace: bool,
 ) -> Iterator[tuple[int, Generation]]:
     """The results of the rows that are done."""
     lengths = [row.length for row in canvas.rows]
     columns = [c.split(lengths) for c in (canvas.ids, canvas.committed_at, canvas.confidence)]
-    for row, is_done, ids, at, confidence in zip(canvas.rows, done, *columns, strict=True):
+    for row, is_done, count, *values in zip(canvas.rows, done, passes, *columns, strict=True):
         if not is_done:
             continue
-        ids, at, confidence = (c[-gen_length:].tolist() for c in (ids, at, confidence))
+        gen_length = len(row.response)
+        ids, at, confidence = (c[-gen_length:].tolist() for c in values)
         end = next((i for i, token in enumerate(ids) if token in end_ids), None)
         commits = []
         if trace:
             places = zip(at, range(gen_length), ids, confidence, strict=True)
             commits = sorted(Commit(*place) for place in places if place[0] >= 0)
-        yield row.index, Generation(ids[:end], end is not None, steps, commits)
+        yield row.index, Generation(ids[:end], end is not None, steps, commits, count)

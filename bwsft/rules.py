@@ -1,17 +1,56 @@
-"""Which of its masked slots a denoising step commits.
+"""A token for every masked slot of the active blocks, and which of them a step commits.
 
-S rows, B slots of an active block, N masked slots. Every rule commits at least one token of every
+S rows, B slots of an active block, N masked slots, D hidden size. Every rule commits at least one token of every
 row that has a [MASK] left, so that a block takes at most B steps.
 """
 
 from __future__ import annotations
 
 import torch
-from bwsft_kernels.linear_argmax import LinearArgmax
+from bwsft_kernels import linear_argmax
+from bwsft_kernels.linear_argmax import GumbelKey, LinearArgmax
 from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 
+from bwsft.backbones.base import Backbone
 from bwsft.decoding import DecodeConfig
+
+
+def choose(
+    model: Backbone,
+    hidden: Tensor,
+    config: DecodeConfig,
+    key: tuple[Tensor, ...],
+    early: Tensor | None = None,
+) -> LinearArgmax:
+    """linear_argmax of hidden rows [N, D] with the model's head; key: request, step, position.
+    Where `early` [N] end ids are banned."""
+    family = model.family
+    weight, bias = model.head()
+    size = family.vocab_size  # a head may have spare rows behind the vocabulary
+
+    def best(banned: tuple[int, ...]) -> LinearArgmax:
+        return linear_argmax(
+            hidden,
+            weight[:size],
+            linear_bias=None if bias is None else bias[:size],
+            banned_ids=banned,
+            mask_id=family.mask_id,
+            temperature=config.temperature,
+            gumbel=GumbelKey(config.seed, *key) if config.temperature > 0 else None,
+            want=wanted_numbers(config),
+            softcap=family.softcap,
+        )
+
+    free = best(config.banned_ids)
+    if early is None:
+        return free
+    endless = best(config.banned_ids + family.end_ids)
+    columns = {}
+    for name in ("token", "confidence", "entropy", "margin"):
+        a, b = getattr(endless, name), getattr(free, name)
+        columns[name] = None if a is None else torch.where(early, a, b)
+    return LinearArgmax(**columns, nan_flag=free.nan_flag | endless.nan_flag)
 
 
 def wanted_numbers(config: DecodeConfig) -> set[str]:
@@ -37,7 +76,7 @@ def priority(config: DecodeConfig, best: LinearArgmax, key: tuple[Tensor, ...]) 
 def rank(priority: Tensor, masked: Tensor) -> Tensor:
     """Place [S, B] of every slot among its row's masked slots; the others stand behind them. Ties
     go to the leftmost slot."""
-    order = priority.masked_fill(~masked, -torch.inf).sort(1, descending=True, stable=True).indices
+    order = priority.masked_fill(~masked, -torch.inf).sort(dim=1, descending=True, stable=True)[1]
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places)
 

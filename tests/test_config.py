@@ -6,26 +6,27 @@ import json
 import pytest
 
 from bwsft import config as c
+from bwsft import presets
 from bwsft.cli import main, parse_train
 
 
-@pytest.mark.parametrize("name", c.PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_presets_are_valid_and_survive_json(name):
-    config = c.PRESETS[name]()
+    config = presets.PRESETS[name]()
     c.validate(config)
     assert config.preset == name
     assert c.from_json(c.to_json(config)) == config
 
 
 def test_presets_carry_the_differences_of_paper_and_code():
-    paper, released = c.paper(), c.released()
+    paper, released = presets.paper(), presets.released()
     assert (paper.optim.beta1, paper.optim.beta2, paper.optim.floor) == (0.95, 0.99, 0.1)
     assert (released.optim.beta1, released.optim.beta2, released.optim.floor) == (0.9, 0.95, 0.01)
     assert (paper.dataset.canvas, released.dataset.canvas) == ("response", "padded")
     assert (paper.objective.empty, released.objective.empty) == ("last", "skip")
     assert (paper.lora.targets, released.lora.targets) == ("all", "released")
     assert (paper.optim.warmup_shape, released.optim.warmup_shape) == ("linear", "log")
-    assert c.llada_8b_lora().dataset.canvas == "fixed"
+    assert presets.llada_8b_lora().dataset.canvas == "fixed"
     for config in (paper, released):
         assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (256, 512, 0.05)
         assert (config.block_size, config.gen_length, config.max_length) == (32, 128, 256)
@@ -55,16 +56,16 @@ def test_presets_carry_the_differences_of_paper_and_code():
 )
 def test_validation_names_the_field(change, word):
     with pytest.raises(ValueError, match=word.replace("(", r"\(")):
-        c.validate(dataclasses.replace(c.paper(), **change))
+        c.validate(dataclasses.replace(presets.paper(), **change))
 
 
 def test_stored_config_cut_short():
     with pytest.raises(ValueError, match="config.json is not valid JSON"):
-        c.from_json(c.to_json(c.debug())[:-9])
+        c.from_json(c.to_json(presets.debug())[:-9])
 
 
 def test_unknown_field_in_stored_config():
-    stored = json.loads(c.to_json(c.debug()))
+    stored = json.loads(c.to_json(presets.debug()))
     stored["optim"]["momentum"] = 0.9
     with pytest.raises(ValueError, match=r"unknown field optim\.momentum"):
         c.from_json(json.dumps(stored))
@@ -76,8 +77,8 @@ def test_flags_reach_nested_fields():
 
 
 def test_differences_lists_paths():
-    changed = dataclasses.replace(c.debug(), optim=c.OptimConfig(lr=2.0), steps=9)
-    assert c.differences(c.debug(), changed) == ["steps: 100 -> 9", "optim.lr: 0.001 -> 2.0"]
+    changed = dataclasses.replace(presets.debug(), optim=c.OptimConfig(lr=2.0), steps=9)
+    assert c.differences(presets.debug(), changed) == ["steps: 100 -> 9", "optim.lr: 0.001 -> 2.0"]
 
 
 @pytest.mark.parametrize("argv", [["train", "nope"], ["train", "debug", "--what", "1"], ["fly"]])

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from bwsft.decoding import (
     DecodeConfig,
     block_bounds,
-    commit_quota,
     final_rows,
     plan_row,
     quotas,
 )
+from bwsft.rules import commit_quota
 
 ORIGINS = st.sampled_from(["response", "absolute"])
 

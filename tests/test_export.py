@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from bwsft import config as c
-from bwsft import export
+from bwsft import export, presets
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import load_backbone, new_backbone
 from bwsft.backbones.lora import add_lora
@@ -40,7 +40,7 @@ def make(tmp_path_factory, tokenizer_folder):
                     torch.nn.init.normal_(weight, std=0.02, generator=torch.manual_seed(len(name)))
         backbone.family = dataclasses.replace(backbone.family, end_ids=(258, 256))
         config = dataclasses.replace(
-            c.debug(),
+            presets.debug(),
             model=str(root / "base"),
             lora=lora,
             gen_length=24,

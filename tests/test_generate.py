@@ -12,11 +12,13 @@ from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bwsft.generate
+import bwsft.rules
 from bwsft.backbones.base import Backbone, Family
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.backbones.lora import add_lora
 from bwsft.canvas import Canvas, Row
+from bwsft.decode_context import DecodeContext
 from bwsft.decoding import DecodeConfig, plan_row
 from bwsft.generate import Commit, decode_stream, generate
 
@@ -223,7 +225,7 @@ def test_seeds_and_requests():
 
 def spy(monkeypatch, model):
     """Records of every forward: lengths of its rows, rows of its last layer, rows of the head."""
-    seen, hidden_states, argmax = [], model.hidden_states, bwsft.generate.linear_argmax
+    seen, hidden_states, argmax = [], model.hidden_states, bwsft.rules.linear_argmax
 
     def forward(ids, position_ids, cu_seqlens, *, max_length, wanted):
         lengths = cu_seqlens.diff().tolist()
@@ -236,7 +238,7 @@ def spy(monkeypatch, model):
         return argmax(hidden, *args, **options)
 
     monkeypatch.setattr(model, "hidden_states", forward)
-    monkeypatch.setattr(bwsft.generate, "linear_argmax", head)
+    monkeypatch.setattr(bwsft.rules, "linear_argmax", head)
     return seen
 
 
@@ -298,12 +300,14 @@ def test_a_step_reads_nothing_back_from_the_device(temperature):
     model.family = dataclasses.replace(model.family, block_origin="absolute")
     config = DecodeConfig(8, 4, temperature=temperature)
     rows = [
-        Row(i, i, [0] * i, plan_row(i, config, "absolute")) for i in (1, 4, 7)
+        Row(i, i, [0] * i, [2] * 8, plan_row(i, config, "absolute")) for i in (1, 4, 7)
     ]  # blocks of different widths
-    canvas = Canvas.begin(rows, model.family, model.weight)
+    canvas = Canvas.begin(rows, model.weight)
+    context = DecodeContext.begin(model, config, canvas)
     with Reads() as reads:
         for step in range(8):
-            bwsft.generate.denoise(model, canvas, config, step)
+            turns = [row.plan[step] for row in rows]
+            bwsft.generate.denoise(model, context, canvas, turns, step)
     assert reads.found == []
     assert not (canvas.ids == model.family.mask_id).any()
     with Reads() as reads:

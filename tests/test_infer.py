@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bwsft import config as c
-from bwsft import decoder, infer
+from bwsft import decoder, infer, presets
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.checkpoint import save_checkpoint
@@ -271,7 +271,7 @@ def test_settings_come_from_the_checkpoint_or_the_debug_preset(run_folder):
     assert decoder.training_config("any", trained)["block_size"] == 4
     foreign = dataclasses.replace(trained, state=None)
     assert decoder.training_config("any", foreign) == {}
-    assert decoder.training_config(None, foreign)["gen_length"] == c.debug().gen_length
+    assert decoder.training_config(None, foreign)["gen_length"] == presets.debug().gen_length
 
 
 def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):

@@ -174,7 +174,8 @@ def test_block_causal_rows_equal_separate_forwards():
             a = int(b.cu_seqlens[s])
             for start in range(0, length, 4):
                 stop = min(start + 4, length)
-                ids = torch.cat([b.ids[a : a + prompt + start], noisy_response[at + start:at + stop]])
+                noisy = noisy_response[at + start : at + stop]
+                ids = torch.cat([b.ids[a : a + prompt + start], noisy])
                 blocks = torch.tensor([0] * prompt + [i // 4 + 1 for i in range(stop)])
                 mask = (blocks[:, None] >= blocks[None])[None, None]
                 alone = net.hidden_states(

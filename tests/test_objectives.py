@@ -12,6 +12,7 @@ from bwsft_kernels import block_mask
 from bwsft_kernels.block_mask import MaskSpec
 
 from bwsft import config as c
+from bwsft import presets
 from bwsft.backbones.base import Family
 from bwsft.objectives import blockwise, classical, nelbo
 from bwsft.packing import CanvasLayout, Example, pack
@@ -120,7 +121,7 @@ def test_mask_spec_carries_every_choice():
         weight="flat", empty="skip", block_factor="sum", low=0.25, high=0.75, prefix_noise=0.1,
         suffix_leak=0.2, pairs=True,
     )
-    config = dataclasses.replace(c.debug(), objective=objective, seed=77, block_size=16)
+    config = dataclasses.replace(presets.debug(), objective=objective, seed=77, block_size=16)
     family = dataclasses.replace(FAMILY, block_origin="absolute")
     assert blockwise.mask_spec(config, family) == MaskSpec(
         16, MASK, seed=77, low=0.25, high=0.75, weight="flat", empty="skip", block_factor="sum",
@@ -133,7 +134,7 @@ def test_mask_spec_carries_every_choice():
 def test_classical_is_blockwise_with_one_block(weight, origin):
     """objectives.md 7.9: with B >= Lr ids, labels and weights are those of classical SFT."""
     objective = c.ObjectiveConfig(weight=weight, empty="last" if weight == "count" else "skip")
-    config = dataclasses.replace(c.debug(), objective=objective, seed=4)
+    config = dataclasses.replace(presets.debug(), objective=objective, seed=4)
     family = dataclasses.replace(FAMILY, block_origin=origin)
     wide = dataclasses.replace(config, block_size=64, gen_length=64)
     batch = batch_of([(3, 60), (6, 1), (2, 33)], visit=range(3), canvas="fixed", block_size=8)
@@ -154,7 +155,7 @@ def test_classical_is_blockwise_with_one_block(weight, origin):
 @pytest.mark.parametrize("weight", ["count", "rate", "flat"])
 def test_rate_one_masks_everything_and_all_weights_agree(objective, weight):
     choice = c.ObjectiveConfig(weight=weight, empty="skip", low=1.0, high=1.0)
-    config = dataclasses.replace(c.debug(), objective=choice, block_size=4)
+    config = dataclasses.replace(presets.debug(), objective=choice, block_size=4)
     batch = batch_of(LENGTHS)
     noisy, masked = objective.corrupt(batch, objective.mask_spec(config, FAMILY))
     torch.testing.assert_close(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 # Anchored on `blocks.N.`: LLaDA's head is called ff_out too, and a suffix list would adapt it.
@@ -28,7 +30,10 @@ def add_lora(backbone, config, seed: int) -> None:
         bias="none",
     )
     torch.manual_seed(seed)
-    backbone.model = peft.get_peft_model(backbone.model, lora)
+    with warnings.catch_warnings():
+        # peft asks transformers for a property by its old name.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        backbone.model = peft.get_peft_model(backbone.model, lora)
     prepare_adapters(backbone)
 
 

@@ -199,7 +199,8 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
             (batch.block, batch.block_start, batch.block_length, batch.rate, batch.count),
             tuple(value.contiguous() for value in sequences),
             num_sequences, bound, chunks, choice.shape[-1], key_low, key_high,
-            PLAN=plan_draw(inputs, spec), BLOCK_B=block_b, BLOCK_Q=max(1, TILE // block_b), BLOCK_T=TILE,
+            PLAN=plan_draw(inputs, spec),
+            BLOCK_B=block_b, BLOCK_Q=max(1, TILE // block_b), BLOCK_T=TILE,
             num_warps=4, enable_fp_fusion=False,
         )
     return batch
