@@ -129,16 +129,9 @@ class ContextCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put rows k, v [N, K, E] into flat slots [N] of a layer; returns the layer's buffers of
-        keys and values [S, L + 1, K, E].
-
-        With gradients on, the buffers stay as they are (the context is a constant and serves the
-        next draw) and the result is a copy through which gradients reach k and v.
-        """
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            pairs = ((self.keys[layer], k), (self.values[layer], v))
-            return tuple(b.flatten(0, 1).index_copy(0, slots, x).view_as(b) for b, x in pairs)
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, v)
+        keys and values [S, L + 1, K, E]. They carry no gradient: the context is a constant."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k.detach())
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, v.detach())
         return self.keys[layer], self.values[layer]
 
     def slots(self, positions: Tensor, spare: Tensor | None = None) -> Tensor:

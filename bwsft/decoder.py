@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from bwsft.models import Trained, load_trained
 from bwsft.request import check_request
 from bwsft.templates import Template
 
+FROM_TRAINING = ("gen_length", "block_size", "context")
+NEED_CONTEXT = ("refresh", "cfg_scale", "suffix")
+
 
 @dataclass(frozen=True)
 class DecoderOptions:
@@ -34,8 +38,28 @@ class DecoderOptions:
     """Response positions of the canvas; default: the model's training, else 128."""
     block_size: int | None = None
     """Tokens in a block; default: the model's training, else 32."""
+    context: Literal["exact", "cached", "prefix", "block_causal"] | None = None
+    """Context mode; default: the one the model was trained in, exact for a foreign model."""
+    refresh: int = 0
+    """Recompute the context of a block every so many steps (cached, prefix); 0: on entering it."""
     steps: int | None = None
-    """Denoising steps for the whole canvas; default: one per token."""
+    """Denoising steps for the whole canvas; default: one per token. Rule quota."""
+    rule: Literal["quota", "threshold", "factor", "entropy"] = "quota"
+    """How many tokens a step commits: an even share, or all that the model is sure of."""
+    threshold: float | None = None
+    """Rule threshold: least confidence; default 0.9."""
+    factor: float | None = None
+    """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
+    entropy_bound: float | None = None
+    """Rule entropy: sum of the committed tokens' entropies in nats; default 0.35."""
+    order: Literal["confidence", "margin", "entropy", "random", "left"] | None = None
+    """Which tokens go first; default: confidence, under rule entropy entropy."""
+    cfg_scale: float = 0.0
+    """Classifier-free guidance away from the answer without a prompt (exact); twice the cost."""
+    min_length: int = 0
+    """No end token before so many tokens."""
+    suffix: int | Literal["all", "absent"] = "all"
+    """[MASK] positions behind the active block that the model sees (exact, prefix)."""
     temperature: float = 0.0
     """0: the most probable token at every step; above: samples."""
     seed: int = 0
@@ -72,22 +96,18 @@ class Decoder:
 
     @classmethod
     def load(cls, model: str | None, options: DecoderOptions) -> Decoder:
-        # Checked before a large model is read, as far as no default comes from the checkpoint.
-        sizes = {"gen_length": options.gen_length, "block_size": options.block_size}
-        own = {name: getattr(options, name) for name in ("temperature", "seed", "batch_size")}
-        if None not in sizes.values():
-            DecodeConfig(**sizes, **own, steps=options.steps)
+        settings = chosen_settings(options)
         dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
         trained = load_trained(
             model, tokenizer=options.tokenizer, device=options.device, dtype=dtype
         )
         training = training_config(model, trained)
-        for name in sizes:
-            if sizes[name] is None:
-                sizes[name] = training.get(name, getattr(DecodeConfig, name))
+        for name in FROM_TRAINING:
+            settings.setdefault(name, training.get(name, getattr(DecodeConfig, name)))
+        if hint := context_hint(training.get("context"), settings["context"]):
+            print(hint, file=sys.stderr)
         name = options.template or training.get("dataset", {}).get("template", "metamath")
-        config = DecodeConfig(**sizes, **own, steps=options.steps)
-        return cls(trained, Template(trained.tokenizer, name), config)
+        return cls(trained, Template(trained.tokenizer, name), DecodeConfig(**settings))
 
     def encode(self, questions: list[str]) -> list[list[int]]:
         """Token ids of the prompts; ValueError for one that the model cannot take."""
@@ -147,6 +167,34 @@ def training_config(model: str | None, trained: Trained) -> dict:
     if trained.state:
         return trained.state["config"]
     return dataclasses.asdict(presets.debug()) if model is None else {}
+
+
+def chosen_settings(options: DecoderOptions) -> dict:
+    """The fields of DecodeConfig that the options set; ValueError for those that can't be, found
+    before a large model is read as far as no default comes from its training."""
+    names = {f.name for f in dataclasses.fields(DecodeConfig)}
+    settings = {name: value for name, value in vars(options).items() if name in names}
+    settings = {k: v for k, v in settings.items() if v is not None or k not in FROM_TRAINING}
+    if {"gen_length", "block_size"} <= settings.keys():
+        known = dict(settings)
+        if "context" not in settings:
+            known = {k: v for k, v in settings.items() if k not in NEED_CONTEXT}
+        DecodeConfig(**known)
+    return settings
+
+
+def context_hint(trained: str | None, chosen: str) -> str | None:
+    """What a user should know of a context mode, in a line."""
+    if trained is None:
+        return (
+            "the model does not say how it was trained: decoding with --context exact; --context "
+            "prefix is faster and approximate"
+            if chosen == "exact"
+            else None
+        )
+    if chosen == trained or (trained, chosen) == ("exact", "prefix"):
+        return None
+    return f"the model was trained with --context {trained} and decodes with {chosen}"
 
 
 def in_order(results: Iterator[tuple[int, Generation]]) -> Iterator[Generation]:

@@ -100,7 +100,10 @@ def solve(
     template = d.Template(trained.tokenizer, config.dataset.template)
     prompts = template.encode_prompts([p["query"] for p in problems])
     decode = DecodeConfig(
-        gen_length=config.gen_length, block_size=config.block_size, batch_size=50
+        gen_length=config.gen_length,
+        block_size=config.block_size,
+        batch_size=50,
+        context=trained.state["config"]["context"] if trained.state else "exact",
     )
     results: list = [None] * len(problems)
     stream = decode_stream(trained.backbone, prompts, decode, trace=True)

@@ -1,7 +1,7 @@
 """A token for every masked slot of the active blocks, and which of them a step commits.
 
-S rows, B slots of an active block, N masked slots, D hidden size. Every rule commits at least one token of every
-row that has a [MASK] left, so that a block takes at most B steps.
+S rows, B slots of an active block, N masked slots, D hidden size. Every rule commits at least one
+token of every row that has a [MASK] left, so that a block takes at most B steps.
 """
 
 from __future__ import annotations

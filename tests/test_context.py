@@ -213,14 +213,28 @@ def fresh(cache):
     )
 
 
-def test_a_draw_leaves_the_context_as_it_was():
+def test_a_draw_writes_its_own_slots_alone_and_draws_do_not_mix():
+    """The context stays for the next draw; backward is right although another draw came between."""
     where, clean = span(), packed()
+    noisy = masked(clean, span(sizes=(2, 1, 3)))
     model = backbone()
     cache = model.new_cache(3, max(LENGTHS))
-    model(masked(clean, where), None, None, None, Context(where, cache))
-    before = [k.clone() for k in cache.keys]
-    model(clean, *loss_rows(clean, where), Context(where, cache)).backward()
-    assert all(torch.equal(a, b) for a, b in zip(before, cache.keys, strict=True))
+    context = Context(where, cache)
+    model(masked(clean, where), None, None, None, context)
+    outside = torch.ones(3, max(LENGTHS), dtype=torch.bool)
+    for s, (start, size) in enumerate(zip(STARTS, SIZES, strict=True)):
+        outside[s, start : start + size] = False
+    before = [k[:, :-1][outside].clone() for k in cache.keys]
+    rows = loss_rows(clean, where)
+    model(clean, *rows, context).backward()
+    alone = [p.grad.clone() for p in model.parameters()]
+    assert all(torch.equal(a, k[:, :-1][outside]) for a, k in zip(before, cache.keys, strict=True))
+    model.zero_grad()
+    first = model(clean, *rows, context)
+    model(noisy, *rows, context)
+    first.backward()
+    for p, q in zip(model.parameters(), alone, strict=True):
+        torch.testing.assert_close(p.grad, q, rtol=1e-12, atol=1e-15)
 
 
 def test_rows_of_one_sequence_do_not_depend_on_its_batch_mates():

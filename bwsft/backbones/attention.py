@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Flash attention's own limits; other widths take the padded path.
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -65,12 +66,45 @@ class ActiveLayout:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
     ) -> Tensor:
         """As :meth:`AttentionLayout.attend`."""
-        buffers = self.cache.write(layer, self.cache_slots, k, v)
-        keys, values = (self.cache.seen(x).transpose(1, 2) for x in buffers)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return _AttendActive.apply(q, k, v, self, layer)
+        return self.against(q, *self.cache.write(layer, self.cache_slots, k, v))
+
+    def against(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Queries [S * W, H, E] against a layer's buffers [S, slots, K, E]."""
+        keys, values = (self.cache.seen(x).transpose(1, 2) for x in (keys, values))
         q = q.unflatten(0, (self.num_sequences, -1)).transpose(1, 2)  # [S, H, W, E]
         keys, values = _match_heads(q, keys, values, dim=1)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
         return out.transpose(1, 2).flatten(0, 1)
+
+
+class _AttendActive(torch.autograd.Function):
+    """Active rows against the cache, keeping q, k and v of those rows alone for backward.
+
+    Left to autograd, every layer would keep a copy of its whole context (at 640 positions and 32
+    active rows that was two fifths of a draw's memory). Backward writes k and v into their slots
+    again, attends once more, and takes the gradient at the slots.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, layout: ActiveLayout, layer: int):
+        ctx.save_for_backward(q, k, v)
+        ctx.layout, ctx.layer = layout, layer
+        return layout.against(q, *layout.cache.write(layer, layout.cache_slots, k, v))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        layout, slots = ctx.layout, ctx.layout.cache_slots
+        buffers = layout.cache.write(ctx.layer, slots, k, v)
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, *buffers)]
+            out = layout.against(*inputs)
+        dq, *rest = torch.autograd.grad(out, inputs, grad)
+        dk, dv = (d.flatten(0, 1).index_select(0, slots) for d in rest)
+        return dq, dk, dv, None, None
 
 
 def packed_layout(
