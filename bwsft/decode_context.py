@@ -40,10 +40,7 @@ class DecodeContext:
         rows, cache = canvas.rows, None
         if config.context != "exact":
             cache = model.new_cache(len(rows), max(row.length for row in rows))
-        context = cls(model, config, cache, [0] * len(rows))
-        if config.context == "block_causal":
-            context.prefill(canvas)
-        return context
+        return cls(model, config, cache, [0] * len(rows))
 
     def keep(self, kept: list[int]) -> None:
         """Retired rows leave the cache."""
@@ -51,7 +48,7 @@ class DecodeContext:
         if self.cache is not None:
             self.cache = self.cache.keep(index.to(self.cache.visible.device))
         self.passes = [self.passes[i] for i in kept]
-        if self.config.context == "block_causal":
+        if self.blocks:
             self.stored = [self.stored[i] for i in kept]
             self.blocks = [self.blocks[i] for i in kept]
 
@@ -60,6 +57,8 @@ class DecodeContext:
         if self.config.context == "exact":
             return self.exact(canvas, turns, block)
         if self.config.context == "block_causal":
+            if not self.blocks:
+                self.prefill(canvas)
             self.store_finished(canvas, turns)
             everyone, stops = list(range(len(turns))), [turn.stop for turn in turns]
             return self.active_pass(canvas, everyone, block, stops)

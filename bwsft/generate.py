@@ -113,7 +113,7 @@ def fill(
     family, weight = model.family, model.head()[0]
     end_ids = torch.tensor(family.end_ids, device=weight.device)
     canvas = Canvas.begin(rows, weight, config.dynamic)
-    with decoding(model, weight):
+    with decoding(model, weight):  # the cache's dtype is that of the passes
         context = DecodeContext.begin(model, config, canvas)
     turns = [row.plan[0] if row.plan else None for row in rows]
     final = final_rows(canvas.responses(config.gen_length), family.mask_id, end_ids).tolist()

@@ -95,7 +95,8 @@ def commit_sure(
     """The masked slots [S, B] that a dynamic rule takes -> bool [S, B]; see DecodeConfig."""
     place = rank(priority, masked)
     if config.rule == "threshold":
-        return masked & ((confidence > config.bound) | (place == 0))
+        sure = masked & (confidence > config.bound)
+        return sure | masked & (place == 0) & ~sure.any(1, keepdim=True)
     # Both other rules take a run of slots from the first on.
     if config.rule == "factor":
         n = place + 1

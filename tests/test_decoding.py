@@ -1,5 +1,7 @@
 """The decoder's policies one by one: quotas, block grid, plan, commitment, finality, settings."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -73,6 +75,23 @@ def test_a_plan_commits_every_position_once_block_by_block(prompt, config, origi
     assert [turn.start for turn in plan] == sorted(turn.start for turn in plan)
 
 
+@given(st.integers(0, 60), configs(), ORIGINS, st.data())
+def test_a_plan_leaves_given_tokens_out(prompt, config, origin, data):
+    places = st.sets(st.integers(0, config.gen_length - 1))
+    given_places = data.draw(places)
+    plan = plan_row(prompt, config, origin, sorted(given_places))
+    assert sum(turn.quota for turn in plan) == config.gen_length - len(given_places)
+    for start, stop in block_bounds(prompt, config, origin):
+        turns = [turn for turn in plan if (turn.start, turn.stop) == (start, stop)]
+        left = stop - start - sum(start <= prompt + place < stop for place in given_places)
+        assert [t.quota for t in turns] == [q for q in quotas(left, config.steps_per_block) if q]
+        assert [t.number for t in turns] == list(range(len(turns)))
+        assert not turns or turns[0].masked == left
+    dynamic = dataclasses.replace(config, rule="threshold", steps=None)
+    openings = [dataclasses.replace(turn, quota=0) for turn in plan if turn.number == 0]
+    assert plan_row(prompt, dynamic, origin, sorted(given_places)) == openings
+
+
 def test_steps_are_one_per_token_unless_given():
     assert len(plan_row(3, DecodeConfig(gen_length=12, block_size=4), "response")) == 12
     assert len(plan_row(3, DecodeConfig(gen_length=12, block_size=4, steps=6), "response")) == 6
@@ -128,6 +147,24 @@ def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
         ({"temperature": float("inf")}, "temperature must be 0 or positive"),
         ({"seed": -1}, "seed must lie in"),
         ({"seed": 2**63}, "seed must lie in"),
+        ({"min_length": 129}, "min_length must lie in .0, gen_length., not 129"),
+        ({"rule": "best"}, "rule must be quota, threshold, factor, entropy, not 'best'"),
+        ({"threshold": 0.8}, "threshold belongs to rule threshold, and the rule is quota"),
+        ({"rule": "factor", "entropy_bound": 1.0}, "entropy_bound belongs to rule entropy"),
+        ({"rule": "threshold", "threshold": -0.1}, "threshold must be 0 or positive"),
+        ({"rule": "threshold", "steps": 8}, "steps belongs to rule quota; rule threshold"),
+        ({"rule": "entropy", "order": "left"}, "rule entropy goes by entropy: leave order out"),
+        ({"rule": "factor", "order": "margin"}, "rule factor goes by confidence"),
+        ({"order": "right"}, "order must be one of confidence, margin, entropy, random, left"),
+        ({"context": "warm"}, "context must be one of exact, cached, prefix, block_causal"),
+        ({"refresh": 4}, "refresh is for context cached and prefix, not exact"),
+        ({"context": "cached", "refresh": -1}, "refresh must be 0 or positive"),
+        ({"context": "cached", "cfg_scale": 1.0}, "cfg_scale needs context exact, not cached"),
+        ({"cfg_scale": -1.0}, "cfg_scale must be 0 or positive"),
+        ({"suffix": "some"}, "suffix must be all, absent or a number, not 'some'"),
+        ({"suffix": -1}, "suffix must be all, absent or a number from 0"),
+        ({"context": "cached", "suffix": 3}, "suffix is for context exact and prefix: cached"),
+        ({"context": "block_causal", "suffix": "absent"}, "block_causal decodes as it was trained"),
     ],
 )
 def test_bad_settings_name_the_field(fields, message):

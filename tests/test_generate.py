@@ -18,6 +18,7 @@ from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.backbones.lora import add_lora
 from bwsft.canvas import Canvas, Row
+from bwsft.context import CacheShape, ContextCache
 from bwsft.decode_context import DecodeContext
 from bwsft.decoding import DecodeConfig, plan_row
 from bwsft.generate import Commit, decode_stream, generate
@@ -174,11 +175,29 @@ class Biased(torch.nn.Module):
     def head(self):
         return self.weight, None
 
-    def hidden_states(self, ids, position_ids, cu_seqlens, *, max_length, wanted):
+    def hidden_states(self, ids, position_ids, cu_seqlens, cache=None, *, max_length, wanted):
+        if cache is not None:
+            owner = torch.zeros_like(ids)
+            self.write(cache, cache.slots_of(owner, position_ids))
         return torch.ones(wanted.numel(), 1, dtype=torch.float64)
+
+    def active_hidden_states(self, ids, span, cache, wanted=None):
+        cache.seen(self.write(cache, cache.slots(span.positions(), span.repeats())))
+        cache.mask()
+        rows = ids if wanted is None else wanted
+        return torch.ones(rows.numel(), 1, dtype=torch.float64)
+
+    def write(self, cache, slots):
+        values = self.weight.new_zeros(slots.numel(), 1, 2)
+        return cache.write(0, slots, values, values)[0]
+
+    def new_cache(self, num_sequences, length):
+        return ContextCache.allocate(CacheShape(1, 1, 2), num_sequences, length, self.weight)
 
     def predicting_rows(self, rows):
         return rows
+
+    fill = Backbone.fill
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -294,11 +313,12 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("context", ["exact", "cached", "prefix", "block_causal"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_step_reads_nothing_back_from_the_device(temperature):
+def test_a_step_reads_nothing_back_from_the_device(temperature, context):
     model = Biased([0.9, 0.0, 5.0])
     model.family = dataclasses.replace(model.family, block_origin="absolute")
-    config = DecodeConfig(8, 4, temperature=temperature)
+    config = DecodeConfig(8, 4, temperature=temperature, context=context)
     rows = [
         Row(i, i, [0] * i, [2] * 8, plan_row(i, config, "absolute")) for i in (1, 4, 7)
     ]  # blocks of different widths

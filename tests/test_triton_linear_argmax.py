@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from bwsft_kernels import linear_argmax, reference
+from bwsft_kernels import _head_stats_triton, linear_argmax, reference
 from bwsft_kernels.linear_argmax import GumbelKey
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -28,8 +28,10 @@ ALL = ("confidence", "entropy", "margin")
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty is filled with NaN, so an output that nobody wrote fails loudly."""
+def poisoned_memory(monkeypatch):
+    """torch.empty is filled with NaN, so an output that nobody wrote fails loudly; and tiles are
+    merged two at a time, so that small vocabularies take several rounds."""
+    monkeypatch.setattr(_head_stats_triton, "MERGE_TILES", 2)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -157,7 +159,7 @@ def test_rounded_logits_tie_as_a_bf16_model_would():
     assert not own.margin.any() and torch.allclose(own.confidence, torch.tensor(0.5))
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # numpy, on these rows
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # numpy's, of such rows
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_row_that_is_not_a_number_raises_the_flag_and_keeps_a_valid_id(bad):
     """sglang-omni#1666: NaN rows gave a sentinel id, which indexes out of the embedding."""
@@ -168,6 +170,14 @@ def test_a_row_that_is_not_a_number_raises_the_flag_and_keeps_a_valid_id(bad):
         assert own.nan_flag.dtype == torch.bool and own.nan_flag
         assert own.confidence.isnan().tolist() == [False, True, False]
         assert ((own.token >= 0) & (own.token < 300)).all()
+
+
+def test_one_logit_that_is_not_a_number_raises_the_flag():
+    """It must not vanish in a maximum: hardware takes the other operand."""
+    x, weight, _ = problem(3, 300, 4, seed=1)
+    weight[200] = math.nan
+    for options in ({}, dict(want=ALL), dict(temperature=1.0, gumbel=key_of(3))):
+        assert linear_argmax(x, weight, impl="triton", **options).confidence.isnan().all()
 
 
 def test_noise_is_the_same_in_any_batch():

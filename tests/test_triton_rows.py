@@ -127,23 +127,29 @@ def test_a_nan_row_has_a_nan_loss():
 
 
 def test_rows_past_2_31():
-    """The second row starts 2^31 elements behind the first. Untouched memory costs nothing."""
-    torch.use_deterministic_algorithms(False)  # don't fill 4 GB
-    values = normal(3, 100).half()
+    """Row 4 starts 2^31 elements behind row 0; an int32 offset would wrap, to a place that exists
+    here and holds something else. Memory that nobody touches costs nothing."""
+    torch.use_deterministic_algorithms(False)  # don't fill 8 GB
     buffer = torch.empty(2**32 + 100, dtype=torch.float16)
-    logits = buffer.as_strided((3, 100), (2**31, 1)).copy_(values)
-    plain, rest = values.clone(), (torch.tensor([3, 4, 5]), torch.ones(3), 0.0, None, None, True)
+    buffer[:100] = 0
+
+    def far(values):
+        return buffer.as_strided(values.shape, (2**29, 1), 2**31).copy_(values)
+
+    values, x = normal(5, 100).half(), normal(5, 100, seed=1).half()
+    rest = torch.arange(5), torch.ones(5), 0.0, None, None, True
+    plain, logits = values.clone(), far(values)
     loss = rows_triton.cross_entropy_rows_(logits, *rest)
     assert torch.equal(loss, rows_triton.cross_entropy_rows_(plain, *rest))
     assert torch.equal(logits, plain)
-    g = copy_with_stride(values, 128)
-    far = buffer.as_strided((100, 3), (2**25, 1)).copy_(values.t())  # row 99 is past 2^31
-    assert torch.equal(grad_triton.grad_input(g, far), grad_triton.grad_input(g, values.t()))
-    x = normal(2, 3, seed=1).half()
-    case = None, torch.tensor([99, 0]), 0.0, None, None
-    assert torch.equal(
-        loss_triton.head_loss(x, far, *case), loss_triton.head_loss(x, values.t(), *case)
-    )
+    g = copy_with_stride(values[:, :5], 8)
+    assert torch.equal(grad_triton.grad_input(g, far(values)), grad_triton.grad_input(g, values))
+    right = grad_triton.grad_input(values, x.t())
+    assert torch.equal(grad_triton.grad_input(far(values), x.t()), right)
+    case = None, torch.tensor([4, 0, 1, 2, 3]), 0.0, None, None
+    right = loss_triton.head_loss(x, values, *case)
+    assert torch.equal(loss_triton.head_loss(x, far(values), *case), right)
+    assert torch.equal(loss_triton.head_loss(far(x), values, *case), right)
 
 
 @st.composite
