@@ -1,13 +1,21 @@
 # The kernels' interpreter suite sets TRITON_INTERPRET, which Triton reads once at import, so it
-# runs in a process of its own; offline compilation must not see the variable.
+# runs in processes of its own; offline compilation must not see the variable.
 VENV ?= .venv
 PY = $(VENV)/bin/python
-PYTEST = $(PY) -m pytest
-export OMP_NUM_THREADS ?= 2
+# Two processes of one thread each: tiny models gain nothing from a second thread.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 export PYTHONSAFEPATH = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: install test test-all lint clean
+.PHONY: demo install test test-all lint clean
+
+demo: $(VENV)/.base
+	$(VENV)/bin/bwsft demo
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	test -x $(PY) || python3 -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt -e .
+	touch $@
 
 install: $(VENV)/.installed
 

@@ -13,6 +13,8 @@ commands
   train PRESET   fine-tune; presets: {presets}
   generate       decode prompts with a run, checkpoint or model folder
   evaluate       Pass@1 on GSM8K- or MATH-shaped files
+  trace          draw how an answer was unmasked
+  compare        decode in several context modes and compare
   export         merge a run's adapter and write a model folder
   demo           base accuracy, Blockwise SFT, accuracy after, in five minutes
 
@@ -26,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         "train": _train,
         "generate": _generate,
         "evaluate": _evaluate,
+        "trace": _trace,
+        "compare": _compare,
         "export": _export,
         "demo": _demo,
     }
@@ -74,6 +78,22 @@ def _evaluate(argv: list[str]) -> int:
     from bwsft.evaluate_command import EvaluateCommand, run_evaluate
 
     return run_evaluate(tyro.cli(EvaluateCommand, args=argv, prog="bwsft evaluate"))
+
+
+def _trace(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.trace import TraceOptions, run_trace
+
+    return run_trace(tyro.cli(TraceOptions, args=argv, prog="bwsft trace"))
+
+
+def _compare(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.compare import CompareOptions, run_compare
+
+    return run_compare(tyro.cli(CompareOptions, args=argv, prog="bwsft compare"))
 
 
 def _export(argv: list[str]) -> int:

@@ -41,8 +41,8 @@ def run_trace(options: TraceOptions) -> int:
     console = Console()
     console.print(Text(record["question"], style="bold"))
     pieces = {p: record["tokens"][str(token)] for _, p, token, _ in record["commits"]}
-    shown = unmasking({p: step for step, p, _, _ in record["commits"]}, pieces, record)
-    console.print(shown)
+    steps = {p: step for step, p, _, _ in record["commits"]}
+    console.print(unmasking(steps, pieces, range(record["gen_length"]), record["block_size"]))
     console.print(summary(record["commits"]))
     if options.png:
         draw(record, options.png)
@@ -72,15 +72,14 @@ def checked(record: dict, place: str) -> dict:
 
 
 def unmasking(
-    step_of: dict[int, int], pieces: dict[int, str], record: dict | None = None
+    step_of: dict[int, int], pieces: dict[int, str], places: Sequence[int], block_size: int
 ) -> Text:
-    """The answer with the denoising step under which each token was committed, counted from 1; late
-    is brighter. With a record, a bar stands between its blocks and a dot for what has no step."""
+    """The tokens at these places with the denoising step under which each was committed, counted
+    from 1; late is brighter. A bar stands between blocks, a dot for what has no step."""
     last = max(step_of.values(), default=1) or 1
     text = Text()
-    places = range(record["gen_length"]) if record else sorted(pieces)
     for position in places:
-        if record and position and position % record["block_size"] == 0:
+        if position and position % block_size == 0:
             text.append("│", style="dim")
         if position not in step_of:
             text.append("·", style="dim")
@@ -120,7 +119,9 @@ def draw(record: dict, path: Path) -> None:
     size = (min(4 + 0.12 * record["gen_length"], 24), min(2 + 0.12 * len(rows), 16))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(rows, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    corners = (-0.5, record["gen_length"] - 0.5, len(rows) + 0.5, 0.5)  # steps count from 1
+    look = {"vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    image = axes.imshow(rows, extent=corners, **look)
     image.cmap.set_bad("0.9")
     for edge in range(record["block_size"], record["gen_length"], record["block_size"]):
         axes.axvline(edge - 0.5, color="black", linewidth=0.8)

@@ -45,11 +45,16 @@ class Plan:
 
 
 @triton.jit
-def _first_max(values):
-    """(max, its lowest index) per row; an index past the row where the row is NaN."""
-    first = tl.max(values, axis=1)
-    index = tl.arange(0, values.shape[1])[None, :]
-    return first, tl.min(tl.where(values == first[:, None], index, values.shape[1]), axis=1)
+def _first_max(values, AXIS: tl.constexpr):
+    """(max, its lowest index) along AXIS; where all is NaN the index is one past the end.
+
+    Two plain reductions: tl.argmax carries an index for every value, which spills in a full tile,
+    and raises on NaN in the interpreter.
+    """
+    first = tl.max(values, axis=AXIS)
+    index = tl.expand_dims(tl.arange(0, values.shape[AXIS]), 1 - AXIS)
+    same = values == tl.expand_dims(first, AXIS)
+    return first, tl.min(tl.where(same, index, values.shape[AXIS]), axis=AXIS)
 
 
 @triton.jit(do_not_specialize=["N"])  # rows come in any number; compile once
@@ -101,7 +106,7 @@ def _head_stats_fwd_kernel(
 
     if PLAN.hidden_id >= 0:
         logits = tl.where((cols != PLAN.hidden_id)[None, :], logits, float("-inf"))
-    best, index = _first_max(logits)
+    best, index = _first_max(logits, 1)
     if PLAN.margin:
         is_first = tl.arange(0, BLOCK_V)[None, :] == index[:, None]
         second = tl.max(tl.where(is_first, float("-inf"), logits), axis=1)
@@ -109,7 +114,7 @@ def _head_stats_fwd_kernel(
         tl.store(out + SECOND * N, second, mask=row_in)
     if PLAN.noise:
         noised = logits + temperature * gumbel_tile(noise_ptr, rows, tile, N, BLOCK_V)
-        best, index = _first_max(noised)
+        best, index = _first_max(noised, 1)
         is_best = tl.arange(0, BLOCK_V)[None, :] == index[:, None]
         raw = tl.sum(tl.where(is_best, logits, 0.0), axis=1)
         tl.store(out + RAW * N, raw, mask=row_in)
@@ -152,16 +157,14 @@ def _head_stats_merge_kernel(
         if PLAN.margin:
             firsts = tl.load(part + FIRST * N, mask=inside, other=float("-inf"))
             seconds = tl.load(part + SECOND * N, mask=inside, other=float("-inf"))
-            new = tl.max(firsts, axis=0)
+            new, index = _first_max(firsts, 0)
             # The runner-up of the winning tile stands in for its winner in the second round.
-            index = tl.argmax(firsts, axis=0)
             is_first = tl.arange(0, BLOCK_P)[:, None] == index[None, :]
             second = tl.maximum(second, tl.minimum(first, new))
             second = tl.maximum(second, tl.max(tl.where(is_first, seconds, firsts), axis=0))
             first = tl.maximum(first, new)
         bests = tl.load(part + BEST * N, mask=inside, other=float("-inf"))
-        new = tl.max(bests, axis=0)
-        index = tl.argmax(bests, axis=0)
+        new, index = _first_max(bests, 0)
         is_best = tl.arange(0, BLOCK_P)[:, None] == index[None, :]
         tokens = part_token_ptr + tiles.to(tl.int64)[:, None] * N + rows[None, :]
         new_token = tl.sum(tl.where(is_best, tl.load(tokens, mask=inside, other=0), 0), axis=0)
