@@ -3,8 +3,7 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 # Two processes of one thread each: tiny models gain nothing from a second thread.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
-export PYTHONSAFEPATH = 1
+PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist loadfile
 export HF_HUB_OFFLINE = 1
 
 .PHONY: demo install test test-all lint clean

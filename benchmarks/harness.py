@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+
+from bwsft.flops import flop_counter
 
 # Dense bf16 peaks in FLOP/s, for the share of the roofline; a CPU's peak is measured.
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
@@ -111,7 +112,7 @@ def time_interleaved(steps: dict, results: dict, device, rounds: int) -> None:
         result.phases = {phase: statistics.median(seconds) for phase, seconds in times.items()}
 
 
-class _CountOperators(TorchDispatchMode):
+class CountOperators(TorchDispatchMode):
     """Counts operators that do work; views only change metadata."""
 
     def __init__(self):
@@ -126,7 +127,7 @@ class _CountOperators(TorchDispatchMode):
 
 def count_cost(step, result: Result) -> None:
     """FLOPs and launched operators of one run, the same numbers on every device."""
-    with FlopCounterMode(display=False) as flops, _CountOperators() as operators:
+    with flop_counter() as flops, CountOperators() as operators:
         for _ in step():
             pass
     result.flops, result.operators = flops.get_total_flops(), operators.count

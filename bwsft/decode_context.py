@@ -143,7 +143,7 @@ class DecodeContext:
         self.count(rows)
         show(cache, [visible[i] for i in rows])
         starts = canvas.cu_seqlens[:-1]
-        if len(rows) < len(canvas.rows):
+        if cache.rows is not None:
             starts = starts[cache.rows]
         span = span.shifted(self.model.family.logit_shift)
         ids = canvas.ids[starts[:, None].long() + span.positions()]
@@ -151,12 +151,16 @@ class DecodeContext:
 
     def part(self, rows: list[int], block: Span) -> tuple[ContextCache, Span]:
         """Cache and active blocks of some rows."""
+        cache = self.cache_of(rows)
+        if cache.rows is None:
+            return cache, block
+        start, length = block.start[cache.rows], block.length[cache.rows]
+        return cache, replace(block, start=start, length=length)
+
+    def cache_of(self, rows: list[int]) -> ContextCache:
         if len(rows) == len(self.passes):
-            return self.cache, block
-        index = upload(rows, block.start.device)
-        return self.cache.at(index), replace(
-            block, start=block.start[index], length=block.length[index]
-        )
+            return self.cache
+        return self.cache.at(upload(rows, self.cache.visible.device))
 
     def count(self, rows: list[int], passes: int = 1) -> None:
         for i in rows:
@@ -171,7 +175,7 @@ class DecodeContext:
             self.count(rows)
             view = canvas.view(rows, [self.stored[i] for i in rows])
             last = view.cu_seqlens[1:, None].long() - 1  # what comes out is not used
-            self.model.fill(view, self.cache.at(upload(rows, view.ids.device)), last)
+            self.model.fill(view, self.cache_of(rows), last)
 
     def store_finished(self, canvas: Canvas, turns: list[PlannedStep]) -> None:
         """block_causal: store the blocks before the active ones, with their final tokens."""
@@ -181,12 +185,9 @@ class DecodeContext:
             bounds = upload([(self.stored[i], stops[i]) for i in rows], canvas.ids.device)
             start, stop = bounds.unbind(1)
             block = Span(start, stop - start, max(sizes), even=min(sizes) == max(sizes))
-            cache = self.cache
-            if len(rows) < len(turns):
-                cache = cache.at(upload(rows, start.device))
             # Keys and values are all that counts: one row through the rest of the last layer.
             first = torch.arange(len(rows), device=start.device)[:, None] * block.width
-            self.span_pass(canvas, rows, block, cache, stops, first)
+            self.span_pass(canvas, rows, block, self.cache_of(rows), stops, first)
             for i in rows:
                 self.stored[i] = stops[i]
 

@@ -112,6 +112,7 @@ def grid(record: dict) -> list[list[float]]:
 
 def draw(record: dict, path: Path) -> None:
     """The heat map as a PNG."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -121,8 +122,8 @@ def draw(record: dict, path: Path) -> None:
     axes = figure.subplots()
     corners = (-0.5, record["gen_length"] - 0.5, len(rows) + 0.5, 0.5)  # steps count from 1
     look = {"vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
-    image = axes.imshow(rows, extent=corners, **look)
-    image.cmap.set_bad("0.9")
+    colours = colormaps["viridis"].with_extremes(bad="0.9")
+    image = axes.imshow(rows, extent=corners, cmap=colours, **look)
     for edge in range(record["block_size"], record["gen_length"], record["block_size"]):
         axes.axvline(edge - 0.5, color="black", linewidth=0.8)
     axes.set_xlabel("response position (lines: blocks)")

@@ -11,6 +11,7 @@ from bwsft import decoder, infer, presets
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.checkpoint import save_checkpoint
+from bwsft.cli import main
 from bwsft.decoder import DecoderOptions, make_decoder
 from bwsft.decoding import DecodeConfig
 from bwsft.evaluate import EvaluateOptions, evaluate
@@ -272,6 +273,61 @@ def test_settings_come_from_the_checkpoint_or_the_debug_preset(run_folder):
     foreign = dataclasses.replace(trained, state=None)
     assert decoder.training_config("any", foreign) == {}
     assert decoder.training_config(None, foreign)["gen_length"] == presets.debug().gen_length
+
+
+@pytest.mark.parametrize("trained", ["exact", "cached", "block_causal"])
+def test_the_context_mode_is_the_one_of_the_training(run_folder, monkeypatch, capsys, trained):
+    found = load_trained(str(run_folder))
+    state = {**found.state, "config": {**found.state["config"], "context": trained}}
+    found = dataclasses.replace(found, state=state)
+    monkeypatch.setattr(decoder, "load_trained", lambda *args, **options: found)
+
+    def load(**options):
+        config = decoder.Decoder.load("any", DecoderOptions(**options)).config
+        return config.context, capsys.readouterr().err
+
+    capsys.readouterr()
+    assert load() == load(context=trained) == (trained, "")
+    for other in ("exact", "cached", "prefix", "block_causal"):
+        chosen, hint = load(context=other)
+        assert chosen == other
+        fits = other == trained or (trained, other) == ("exact", "prefix")
+        told = f"trained with --context {trained} and decodes with {other}" in hint
+        assert told != fits
+
+
+def test_a_foreign_model_is_decoded_exactly_with_a_hint(model_folder, capsys):
+    options = DecoderOptions(gen_length=8, block_size=4)
+    assert decoder.Decoder.load(str(model_folder()), options).config.context == "exact"
+    assert "--context prefix is faster and approximate" in capsys.readouterr().err
+    options = dataclasses.replace(options, context="prefix")
+    assert decoder.Decoder.load(str(model_folder("m2")), options).config.context == "prefix"
+    assert "--context" not in capsys.readouterr().err
+
+
+def test_every_setting_of_the_decoder_has_an_option():
+    fields = {field.name: field for field in dataclasses.fields(DecoderOptions)}
+    for field in dataclasses.fields(DecodeConfig):
+        if field.name in ("banned_ids", "stop_at_end"):
+            continue
+        option = fields[field.name]
+        if field.name not in decoder.FROM_TRAINING:
+            assert (option.type, option.default) == (field.type, field.default)
+
+
+def test_options_reach_the_decoder(run_folder, capsys):
+    chosen = dict(
+        rule="threshold", threshold=0.7, order="margin", min_length=3, refresh=2,
+        context="cached", temperature=0.5, seed=9, batch_size=2,
+    )  # fmt: skip
+    config = decoder.Decoder.load(str(run_folder), DecoderOptions(**chosen)).config
+    assert {name: getattr(config, name) for name in chosen} == chosen
+    assert (config.gen_length, config.block_size) == (12, 4)
+    words = "--rule factor --factor 0.5 --suffix 8 --min-length 4 --cfg-scale 0.5".split()
+    assert main(["generate", "--model", str(run_folder), "--prompt", "1+1", *words]) == 0
+    words = "--rule factor --steps 12 --gen-length 12 --block-size 4 --model gone".split()
+    assert main(["generate", "--prompt", "1+1", *words]) == 2  # before the model is looked for
+    assert "steps belongs to rule quota" in capsys.readouterr().err
 
 
 def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):

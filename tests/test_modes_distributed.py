@@ -3,12 +3,13 @@
 import importlib.util
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 WORLD = 2
 
@@ -21,7 +22,7 @@ def helpers():
 
 
 def rank_main(rank, port, kind, mode_name, out):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     try:
@@ -89,7 +90,12 @@ def test_two_ranks_give_the_gradients_of_one_process(kind, mode_name, tmp_path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     out = tmp_path / "grads.safetensors"
-    mp.spawn(rank_main, (port, kind, mode_name, str(out)), nprocs=WORLD)
+    command = [sys.executable, __file__]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(port), kind, mode_name, str(out)])
+        for rank in range(WORLD)
+    ]
+    assert [rank.wait(timeout=200) for rank in ranks] == [0] * WORLD
     found = load_file(out)
 
     t = helpers()
@@ -100,3 +106,7 @@ def test_two_ranks_give_the_gradients_of_one_process(kind, mode_name, tmp_path):
     _, expected = t.gradients(run, t.batch(((5, 9), (3, 12), (4, 6))))
     for (name, _), grad in zip(run.backbone.named_parameters(), expected, strict=True):
         torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+if __name__ == "__main__":  # one rank
+    rank_main(int(sys.argv[1]), *sys.argv[2:])
