@@ -11,6 +11,7 @@ cached_k4 draws four masks per context, block_causal supervises every block at o
 
 import argparse
 import functools
+import json
 import random
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,11 +19,11 @@ from types import SimpleNamespace
 import harness
 import numpy as np
 import output
+import shapes
 import torch
 import torch.nn.functional as F
 from bwsft_kernels.block_mask import MaskSpec
 
-from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.backbones.lora import add_lora
 from bwsft.config import LoraConfig
@@ -32,12 +33,6 @@ from bwsft.objectives import blockwise
 
 # The paper's own figures for LLaDA-8B, LoRA r 256 on one A100 at batch 1 (appendix A.1).
 PAPER = {"tokens_per_s": 5_100, "peak_gb": 23.5}
-MASK, EOS = 126_336, 126_081
-SIZES = {
-    "cpu": dict(d_model=512, n_layers=12, n_heads=8, mlp_hidden_size=1536),
-    "1b": dict(d_model=2048, n_layers=16, n_heads=16, mlp_hidden_size=5632),
-    "8b": dict(d_model=4096, n_layers=32, n_heads=32, mlp_hidden_size=12288),
-}
 MODES = {
     "exact": Mode("exact", even=True),
     "cached_k1": Mode("cached", draws=1, even=True),
@@ -48,21 +43,20 @@ MODES = {
 
 def build(args, device):
     """(backbone with adapters, host batch, MaskSpec)."""
-    config = LladaConfig(**SIZES[args.size], vocab_size=126_464)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    backbone = new_backbone(config, dtype=dtype, device=device)
+    backbone = new_backbone(shapes.config_of(args.size), dtype=dtype, device=device)
     add_lora(backbone, LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dropout=0.0), seed=0)
     backbone.train()
     rng = np.random.default_rng(0)
     layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, block_size=args.block, gen_length=args.gen,
+        mask_id=shapes.MASK, eos_id=shapes.EOS, block_size=args.block, gen_length=args.gen,
         max_length=args.prompt + args.gen,
     )  # fmt: skip
     examples = [
         Example(rng.integers(0, 126_000, args.prompt), rng.integers(0, 126_000, args.gen), i)
         for i in range(args.batch)
     ]
-    return backbone, pack(examples, layout), MaskSpec(block_size=args.block, mask_id=MASK)
+    return backbone, pack(examples, layout), MaskSpec(block_size=args.block, mask_id=shapes.MASK)
 
 
 def run_of(backbone, mode, spec, device):
@@ -99,7 +93,7 @@ def naive_step(backbone, batch, spec, device, counts):
     lengths = batch.cu_seqlens.diff().tolist()
 
     def step():
-        ids = torch.full((len(lengths), max(lengths)), EOS)
+        ids = torch.full((len(lengths), max(lengths)), shapes.EOS)
         labels, supervised = torch.full_like(ids, -100), 0
         for s, row in enumerate(batch.ids.split(lengths)):
             ids[s, : len(row)] = row
@@ -110,8 +104,8 @@ def naive_step(backbone, batch, spec, device, counts):
                 if random.random() < rate:
                     labels[s, i] = ids[s, i]
                     supervised += 1
-            ids[s][labels[s] != -100] = MASK
-            ids[s, first + spec.block_size : stop] = MASK
+            ids[s][labels[s] != -100] = shapes.MASK
+            ids[s, first + spec.block_size : stop] = shapes.MASK
         ids, labels = ids.to(device), labels.to(device)
         with run.autocast():
             logits = backbone.model(input_ids=ids).logits
@@ -168,7 +162,7 @@ def steps_of(args, device):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     gpu = torch.cuda.is_available()
-    parser.add_argument("--size", choices=SIZES, default="8b" if gpu else "cpu")
+    parser.add_argument("--size", choices=shapes.SIZES, default="8b" if gpu else "cpu")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--gen", type=int, default=512)
     parser.add_argument("--block", type=int, default=32)
@@ -211,6 +205,10 @@ def main() -> None:
     title = "training step: " + ", ".join(f"{key} {value}" for key, value in settings.items())
     output.print_table(title, head, list(results.values()), peak)
     print("paper, 8B on one A100, batch 1: {tokens_per_s} tokens/s, {peak_gb} GB".format(**PAPER))
+    cost = shapes.step_flops("8b", args.prompt, args.gen, args.block, 4)
+    ratios = {name: round(cost["exact"] / value, 2) for name, value in cost.items()}
+    print(f"exact FLOPs per supervised token over theirs, LLaDA-8B: {json.dumps(ratios)}")
+    settings |= {"flop_ratio_8b": ratios}
     output.finish(args, "step", head, [(settings, list(results.values()))])
 
 

@@ -27,15 +27,14 @@ def operators_per_step(model, prompts, config: DecodeConfig) -> list[int]:
     """Launched operators of every denoising step of one batch, the poll included. Rule quota."""
     family, weight = model.family, model.head()[0]
     rows = make_rows(prompts, None, range(len(prompts)), family, config)
-    end_ids = torch.tensor(family.end_ids, device=weight.device)
-    canvas, counts = Canvas.begin(rows, weight), []
+    canvas, counts = Canvas.begin(rows, family, weight), []
     with decoding(model, weight):
         context = DecodeContext.begin(model, config, canvas)
         for step in range(len(rows[0].plan)):
             turns = [row.plan[step] for row in rows]
             with CountOperators() as operators:
                 outcome = denoise(model, context, canvas, turns, step)
-                poll(canvas, outcome, step + 1, config, family.mask_id, end_ids)
+                poll(canvas, outcome, outcome.nan, step + 1, config)
             counts.append(operators.count)
     return counts
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bwsft.backbones.base import Family
 from bwsft.context import Span
-from bwsft.decoding import PlannedStep
+from bwsft.decoding import PlannedStep, final_rows
 
 
 def upload(values: Sequence, device: torch.device) -> Tensor:
@@ -62,6 +63,7 @@ class Canvas:
     the same for all; which steps a row has does not depend on the others."""
 
     rows: list[Row]
+    family: Family
     ids: Tensor  # [T]
     committed_at: Tensor  # [T] step, -1 for what was given and for [MASK]
     confidence: Tensor  # [T] of the token committed there
@@ -71,22 +73,25 @@ class Canvas:
     plan: Tensor | None  # [S, P, 3]: start, stop and quota of every step; None: a dynamic rule
 
     @classmethod
-    def begin(cls, rows: list[Row], like: Tensor, dynamic: bool = False) -> Canvas:
+    def begin(
+        cls, rows: list[Row], family: Family, like: Tensor, dynamic: bool = False
+    ) -> Canvas:
         """Every row's prompt and response; on the device of `like`, confidences in its dtype or
         float32."""
         ids = torch.tensor([i for r in rows for i in r.prompt + r.response], device=like.device)
         wide = torch.promote_types(like.dtype, torch.float32)
         history = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=wide)
-        return cls.of(rows, ids, *history, dynamic)
+        return cls.of(rows, family, (ids, *history), dynamic)
 
     @classmethod
     def of(
-        cls, rows: list[Row], ids: Tensor, committed_at: Tensor, confidence: Tensor, dynamic: bool
+        cls, rows: list[Row], family: Family, columns: tuple[Tensor, Tensor, Tensor], dynamic: bool
     ) -> Canvas:
+        ids = columns[0]
         edges = torch.tensor([0, *(row.length for row in rows)]).cumsum(0)
         positions = [torch.arange(row.length) for row in rows]
         return cls(
-            rows, ids, committed_at, confidence,
+            rows, family, *columns,
             position_ids=torch.cat(positions or [edges[:0]]).to(ids.device),
             cu_seqlens=edges.to(ids.device, torch.int32),
             requests=torch.tensor([row.request for row in rows]).to(ids.device),
@@ -101,8 +106,8 @@ class Canvas:
             parts = values.split(lengths)
             return torch.cat([parts[i] for i in kept]) if kept else values[:0]
 
-        columns = (pick(x) for x in (self.ids, self.committed_at, self.confidence))
-        return self.of([self.rows[i] for i in kept], *columns, self.plan is None)
+        columns = tuple(pick(x) for x in (self.ids, self.committed_at, self.confidence))
+        return self.of([self.rows[i] for i in kept], self.family, columns, self.plan is None)
 
     def active(self, turns: list[PlannedStep], step: int) -> tuple[Span, Tensor | None]:
         """The active blocks, and the quotas [S] of step number `step` (None: a dynamic rule)."""
@@ -135,6 +140,11 @@ class Canvas:
         """Response canvas [S, G] of every row."""
         first = self.cu_seqlens[1:].long() - gen_length
         return self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
+
+    def final(self, gen_length: int) -> Tensor:
+        """Rows [S] whose text can't change any more."""
+        ends = upload(self.family.end_ids, self.ids.device)
+        return final_rows(self.responses(gen_length), self.family.mask_id, ends)
 
 
 def plan_table(rows: list[Row]) -> Tensor:

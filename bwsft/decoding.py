@@ -40,6 +40,9 @@ class DecodeConfig:
     """A row is done once an end token is committed with no [MASK] before it."""
     batch_size: int = 8
     """Prompts decoded together; no result depends on it."""
+    poll: int = 1
+    """Steps between two looks at which rows are done, each of which waits for the device. Rule
+    quota; the others look in every step. No result depends on it."""
     context: Literal["exact", "cached", "prefix", "block_causal"] = "exact"
     """How the context of the active block is computed (bwsft/decode_context.py)."""
     refresh: int = 0
@@ -62,7 +65,7 @@ class DecodeConfig:
     """[MASK] positions behind the active block that are present."""
 
     def __post_init__(self) -> None:
-        for name in ("gen_length", "block_size", "batch_size"):
+        for name in ("gen_length", "block_size", "batch_size", "poll"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.gen_length % self.block_size:

@@ -22,7 +22,7 @@ from torch import Tensor
 from bwsft.backbones.base import Backbone
 from bwsft.canvas import Canvas, Row
 from bwsft.decode_context import DecodeContext
-from bwsft.decoding import DecodeConfig, PlannedStep, final_rows
+from bwsft.decoding import DecodeConfig, PlannedStep
 from bwsft.request import Given, make_rows
 from bwsft.rules import choose, commit_quota, commit_sure, priority
 
@@ -111,18 +111,17 @@ def fill(
 ) -> Iterator[tuple[int, Generation]]:
     """Decode one batch; yields (row.index, Generation) and drops the row as soon as it is final."""
     family, weight = model.family, model.head()[0]
-    end_ids = torch.tensor(family.end_ids, device=weight.device)
-    canvas = Canvas.begin(rows, weight, config.dynamic)
+    canvas = Canvas.begin(rows, family, weight, config.dynamic)
     with decoding(model, weight):  # the cache's dtype is that of the passes
         context = DecodeContext.begin(model, config, canvas)
     turns = [row.plan[0] if row.plan else None for row in rows]
-    final = final_rows(canvas.responses(config.gen_length), family.mask_id, end_ids).tolist()
-    step = 0
+    final = canvas.final(config.gen_length).tolist()
+    step, broken = 0, torch.zeros((), dtype=torch.bool, device=weight.device)
     while True:
         # Before a forward: what is given may leave nothing to do.
         done = [t is None or f and config.stop_at_end for t, f in zip(turns, final, strict=True)]
         if any(done):
-            yield from harvest(canvas, done, step, context.passes, family.end_ids, trace)
+            yield from harvest(canvas, done, step, context, trace)
             kept = [i for i, d in enumerate(done) if not d]
             canvas, turns = canvas.keep(kept), [turns[i] for i in kept]
             context.keep(kept)
@@ -131,7 +130,11 @@ def fill(
         with decoding(model, weight):
             outcome = denoise(model, context, canvas, turns, step)
         step += 1
-        counts, final = poll(canvas, outcome, step, config, family.mask_id, end_ids)
+        broken |= outcome.nan
+        counts, final = [None] * len(turns), [False] * len(turns)
+        last = any(step == len(row.plan) for row in canvas.rows)
+        if step % config.poll == 0 or last or config.dynamic or on_commit:
+            counts, final = poll(canvas, outcome, broken, step, config)
         turns = [
             row.following(turn, step, count)
             for row, turn, count in zip(canvas.rows, turns, counts, strict=True)
@@ -214,17 +217,16 @@ def denoise(
 
 
 def poll(
-    canvas: Canvas, outcome: Outcome, step: int, config: DecodeConfig, mask_id: int, end_ids: Tensor
+    canvas: Canvas, outcome: Outcome, nan: Tensor, step: int, config: DecodeConfig
 ) -> tuple[list[int | None], list[bool]]:
     """After `step` steps: what the last one committed in each row (None where the plan says so),
-    and the rows whose text is final. The one read from the device per step."""
+    and the rows whose text is final. The one read from the device."""
     size = len(canvas.rows)
-    flags = [outcome.nan[None].long()]
+    flags = [nan[None].long()]
     if config.dynamic:
         flags.append(outcome.taken.sum(1))
     if config.stop_at_end:
-        responses = canvas.responses(config.gen_length)
-        flags.append(final_rows(responses, mask_id, end_ids).long())
+        flags.append(canvas.final(config.gen_length).long())
     broken, *found = torch.cat(flags).tolist()
     if broken:
         raise FloatingPointError(
@@ -249,24 +251,23 @@ def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> 
 
 
 def harvest(
-    canvas: Canvas,
-    done: list[bool],
-    steps: int,
-    passes: list[int],
-    end_ids: tuple[int, ...],
-    trace: bool,
+    canvas: Canvas, done: list[bool], steps: int, context: DecodeContext, trace: bool
 ) -> Iterator[tuple[int, Generation]]:
     """The results of the rows that are done."""
-    lengths = [row.length for row in canvas.rows]
+    lengths, config = [row.length for row in canvas.rows], context.config
     columns = [c.split(lengths) for c in (canvas.ids, canvas.committed_at, canvas.confidence)]
-    for row, is_done, count, *values in zip(canvas.rows, done, passes, *columns, strict=True):
+    for row, is_done, passes, *values in zip(
+        canvas.rows, done, context.passes, *columns, strict=True
+    ):
         if not is_done:
             continue
-        gen_length = len(row.response)
-        ids, at, confidence = (c[-gen_length:].tolist() for c in values)
-        end = next((i for i, token in enumerate(ids) if token in end_ids), None)
+        ids, at, confidence = (c[-config.gen_length :].tolist() for c in values)
+        end = next((i for i, token in enumerate(ids) if token in canvas.family.end_ids), None)
+        own = steps
+        if config.stop_at_end and end is not None:  # it may have been final before the last poll
+            own = 1 + max(at[: end + 1])
         commits = []
         if trace:
-            places = zip(at, range(gen_length), ids, confidence, strict=True)
-            commits = sorted(Commit(*place) for place in places if place[0] >= 0)
-        yield row.index, Generation(ids[:end], end is not None, steps, commits, count)
+            places = zip(at, range(config.gen_length), ids, confidence, strict=True)
+            commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)
+        yield row.index, Generation(ids[:end], end is not None, own, commits, passes)

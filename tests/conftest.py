@@ -2,12 +2,16 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import shutil
 
 import pytest
 
 from bwsft import config as c
+
+if importlib.util.find_spec("triton") is None:  # it exists for Linux alone
+    collect_ignore_glob = ["test_triton_*.py", "test_compile_offline.py", "test_tuning.py"]
 
 SPECIALS = ("<|endoftext|>", "[MASK]", "<|end|>")
 CHAT = (

@@ -197,7 +197,7 @@ def decoder_loss(model, context, noisy, start, rows, target, weight):
         block = range(int(start[s]), int(start[s]) + 4)
         response = [MASK if p in block else ids[p] for p in range(prompt, len(ids))]
         decoded.append(Row(s, s, ids[:prompt], response, []))
-    canvas = Canvas.begin(decoded, model.head()[0], dynamic=True)
+    canvas = Canvas.begin(decoded, model.family, model.head()[0], dynamic=True)
     cache = DecodeContext.begin(model, config, canvas)
     turns = [PlannedStep(int(n), int(n) + 4, 4, 0, 0) for n in start]
     span = canvas.active(turns, 0)[0]
@@ -293,6 +293,33 @@ def test_empty_prompts_are_decoded_beside_others(context):
     for prompts in ([[]], [[], [3, 4], []]):
         for result in generate(model_of(1), prompts, config, trace=True):
             assert sorted(c.position for c in result.trace) == list(range(8))
+
+
+@pytest.mark.parametrize("context", MODES)
+def test_polling_less_changes_no_result(context):
+    """Final rows stay a few steps longer, and what came in those is not told."""
+    model, prompts = model_of(12), prompts_of(12, (2, 5, 9, 12))
+    config = DecodeConfig(24, 8, steps=12, context=context, batch_size=4)
+    often = generate(model, prompts, config, trace=True)
+    assert len({result.steps for result in often}) > 2
+    for poll in (3, 100):
+        seldom = generate(model, prompts, dataclasses.replace(config, poll=poll), trace=True)
+        assert history(seldom) == history(often)
+        for a, b in zip(seldom, often, strict=True):
+            assert (a.tokens, a.ended, a.steps) == (b.tokens, b.ended, b.steps)
+        assert sum(r.passes for r in seldom) > sum(r.passes for r in often)
+    told = []
+    rare = dataclasses.replace(config, poll=5)
+    generate(model, prompts, rare, on_commit=lambda i, commits: told.append((i, commits)))
+    assert len(told) == sum(result.steps for result in often)
+
+
+def test_nan_is_found_at_the_next_poll():
+    model = model_of(2)
+    with torch.no_grad():
+        model.model.model.transformer["ln_f"].weight[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN at denoising step 3"):
+        generate(model, [[3]], DecodeConfig(8, 4, poll=3))
 
 
 def test_a_refresh_inside_a_block_warns():

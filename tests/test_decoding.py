@@ -138,6 +138,7 @@ def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
         ({"gen_length": 0}, "gen_length must be at least 1, not 0"),
         ({"block_size": 0}, "block_size must be at least 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"poll": 0}, "poll must be at least 1"),
         ({"gen_length": 100, "block_size": 32}, "must divide gen_length 100; try gen_length 128"),
         ({"steps": 3}, "steps 3 must be a multiple of the number of blocks, 4"),
         ({"steps": 6}, "steps 6 must be a multiple"),

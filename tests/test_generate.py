@@ -322,7 +322,7 @@ def test_a_step_reads_nothing_back_from_the_device(temperature, context):
     rows = [
         Row(i, i, [0] * i, [2] * 8, plan_row(i, config, "absolute")) for i in (1, 4, 7)
     ]  # blocks of different widths
-    canvas = Canvas.begin(rows, model.weight)
+    canvas = Canvas.begin(rows, model.family, model.weight)
     context = DecodeContext.begin(model, config, canvas)
     with Reads() as reads:
         for step in range(8):

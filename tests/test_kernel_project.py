@@ -72,6 +72,7 @@ print("loaded")
 
 def test_loads_from_any_path_under_another_name(tmp_path):
     """As the Hub's loader does it; with Triton, whose files must import each other relatively."""
+    pytest.importorskip("triton", reason="exists for Linux alone")
     folder = tmp_path / "torch-cuda"
     shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {"TRITON_INTERPRET": "1", "PATH": "", "OMP_NUM_THREADS": "1"}
