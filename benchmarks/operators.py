@@ -9,7 +9,6 @@ lays ragged rows into a grid, which CUDA's packed kernel need not.
 
 import argparse
 
-import torch
 from harness import CountOperators
 
 from bwsft.backbones.llada import LladaConfig
