@@ -33,7 +33,7 @@ class DemoOptions:
 
     out: str | None = None
     """Run folder of the training; default: the first free one of runs/demo, runs/demo-2, ..."""
-    steps: int = 800
+    steps: int = 600
     """Optimiser updates."""
     problems: int = 200
     """Held-out problems that are decoded before and after."""

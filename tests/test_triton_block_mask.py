@@ -102,7 +102,7 @@ def test_bits_of_torch(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, phases=[Phase.generate])
+@settings(max_examples=200, deadline=None, phases=[Phase.generate])
 @given(cases())
 def test_bits_of_torch_many(case):
     (ids, prompts, responses, cu_seqlens), spec, options = case

@@ -130,7 +130,7 @@ def test_against_float64_many(assert_no_worse, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(513, 63, 16), (513, 507, 5), (3, 50257, 8), (2, 126463, 4)])
+@pytest.mark.parametrize("shape", [(513, 63, 16), (513, 507, 5), (2, 50257, 8)])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_large_shapes(assert_no_worse, shape, dtype):
     x, weight, bias, target = problem(*shape, 0, dtype)
