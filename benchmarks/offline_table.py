@@ -174,12 +174,9 @@ def _mask(full: bool):
 
 
 def _rows(dtype, full: bool):
-    count = 512
-    _cross_entropy_rows_triton.cross_entropy_rows_(
-        torch.empty(count, V, dtype=dtype), torch.zeros(count, dtype=torch.int64),
-        torch.empty(count), 0.1 if full else 0.0, 30.0 if full else None, V - 1 if full else None,
-        True,
-    )
+    options = (0.1, 30.0, V - 1) if full else (0.0, None, None)
+    logits, target = torch.empty(512, V, dtype=dtype), torch.zeros(512, dtype=torch.int64)
+    _cross_entropy_rows_triton.cross_entropy_rows_(logits, target, torch.empty(512), *options, True)
 
 
 def _grad_input(dtype, rows: int, full: bool):
@@ -235,7 +232,7 @@ def cases(arch: int, dtype=torch.bfloat16):
 
 
 def build(arch: int, dtype=torch.bfloat16) -> list[Row]:
-    kind = "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
+    kind = "" if dtype == torch.bfloat16 else f", {str(dtype)[6:]}"  # torch.float32
     rows = []
     for name, variant, tile, launch in cases(arch, dtype):
         variant = f"noise, {variant}" if name == "noise" else variant
@@ -261,20 +258,21 @@ def complaints(row: Row) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
+    titles = (
+        "kernel", "variant", "arch", "tile", "warps", "stages", "registers", "spilled B",
+        "shared B", "CTAs/SM", "matrix instruction", "load bytes", "FP fusion",
+    )
     lines = [
         f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}, "
-        f"V {V}, D {D}; compiled offline, run on no GPU.",
-        "",
-        "| kernel | variant | arch | tile | warps | stages | registers | spilled B | shared B "
-        "| CTAs/SM | matrix instruction | load bytes | FP fusion |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        f"V {V}, D {D}; compiled offline, run on no GPU.\n",
+        "| " + " | ".join(titles) + " |",
+        "|---" * len(titles) + "|",
     ]
     for row in rows:
-        widths = ", ".join(map(str, row.widths)) or "-"
         cells = (
             row.kernel, row.variant, f"sm_{row.arch}", row.tile, row.warps, row.stages,
-            row.registers, row.spilled, row.shared, row.ctas, row.matrix, widths,
-            "on" if row.fp_fusion else "off",
+            row.registers, row.spilled, row.shared, row.ctas, row.matrix,
+            ", ".join(map(str, row.widths)) or "-", "on" if row.fp_fusion else "off",
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
@@ -285,12 +283,8 @@ def main():
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the table there too")
     parser.add_argument("--arch", type=int, nargs="+", choices=CHIPS, default=list(CHIPS))
     options = parser.parse_args()
-    rows = [
-        row
-        for arch in options.arch
-        for dtype in (torch.bfloat16, torch.float32)
-        for row in build(arch, dtype)
-    ]
+    dtypes = (torch.bfloat16, torch.float32)
+    rows = [row for arch in options.arch for dtype in dtypes for row in build(arch, dtype)]
     table = markdown(rows)
     print(table)
     if options.write:
