@@ -22,7 +22,8 @@ commands
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, or 2 for input that cannot be used."""
+    """Run one command. Returns the exit status: 0; 2 for input that cannot be used; 1 for a
+    training that failed; 130 if interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     commands = {
         "train": _train,
@@ -55,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"bwsft {argv[0]}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before a run can save, or a second time
+        print(f"bwsft {argv[0]}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _train(argv: list[str]) -> int:

@@ -167,6 +167,11 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
     family = dataclasses.replace(
         plan.family, end_ids=tuple(dict.fromkeys((*end_ids, *plan.family.end_ids)))
     )
+    if config.context == "block_causal" and family.logit_shift:
+        raise ValueError(
+            "--context block_causal: this model predicts a token from the row before it, which "
+            "another block's noisy copy would fill; use exact or cached"
+        )
     data = plan_data(config, tokenizer, family)
     if checkpoint is not None and read_state(checkpoint)["data"] != data.fingerprint:
         raise ValueError(
