@@ -89,3 +89,12 @@ def test_unknown_command_preset_or_field(argv, capsys):
         status = stop.code
     assert status == 2
     assert argv[-1] in capsys.readouterr().err or "--what" in argv
+
+
+def test_interrupted_before_a_run_can_save(monkeypatch, capsys):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bwsft.cli._train", interrupt)
+    assert main(["train", "debug"]) == 130
+    assert capsys.readouterr().err == "bwsft train: interrupted\n"

@@ -221,3 +221,20 @@ def test_a_run_learns_and_writes_what_others_read(tiny, capsys):
     out = capsys.readouterr().out
     assert "kept 40 of 40 records" in out and "41,120 of 41,120 parameters train" in out
     assert "canvas 16 = 4 blocks x 4; batch 4 = 2 x 2" in out
+
+
+def test_block_causal_is_refused_for_a_shifted_family(tiny, monkeypatch):
+    from bwsft import run as r
+
+    plan = r.plan_model
+
+    def shifted(*args):
+        found = plan(*args)
+        family = dataclasses.replace(found.family, logit_shift=1)
+        return dataclasses.replace(found, family=family)
+
+    monkeypatch.setattr(r, "plan_model", shifted)
+    config = tiny(context="block_causal")
+    with pytest.raises(ValueError, match="use exact or cached"):
+        r.setup(config, c.run_folder(config), None)
+    assert not c.run_folder(config).exists()
