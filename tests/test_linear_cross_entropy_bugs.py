@@ -258,3 +258,19 @@ def test_gradients_of_sure_rows_keep_their_digits():
 
 def full64(x, weight, target):
     return F.cross_entropy(F.linear(x, weight), target, reduction="none")
+
+
+def test_fp16_weight_gradient_of_many_equal_rows_stays_finite():
+    """Ours: row weights are scaled up for fp16, and 33 equal rows of size 60 then summed past the
+    largest fp16 number before the scale was taken back."""
+    generator = torch.Generator().manual_seed(999)
+    x = (torch.randn(1, 33, generator=generator) * 30).half().expand(33, 33)
+    weight = torch.randn(63, 33, generator=generator).half().requires_grad_()
+    target = torch.zeros(33, dtype=torch.long)
+    loss = loss_of(x, weight, target, label_smoothing=0.9)
+    (grad,) = torch.autograd.grad(loss, [weight])
+    wide = weight.detach().double().requires_grad_()
+    truth = F.cross_entropy(x.double() @ wide.T, target, label_smoothing=0.9)
+    (expected,) = torch.autograd.grad(truth, [wide])
+    assert grad.isfinite().all()
+    torch.testing.assert_close(grad.double(), expected, rtol=2e-2, atol=2e-2)

@@ -36,10 +36,13 @@ def plan_chunks(size: int, row_bytes: int, budget: int) -> list[tuple[int, int]]
 
 
 def product(a, b):
-    """a @ b in fp32 (fp64 for fp64). On a CPU, 16-bit factors round the result once."""
+    """a @ b in fp32 (fp64 for fp64). On a CPU, bf16 factors round the result once; fp16 factors
+    are widened first, because the rounded sum of many rows can exceed 65504."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.is_cuda and a.dtype != wide:
         return torch.mm(a, b, out_dtype=wide)
+    if a.dtype == torch.float16:
+        a, b = a.to(wide), b.to(wide)
     return torch.mm(a, b).to(wide)
 
 
