@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-MODES = ("exact", "cached", "block_causal")
-
 
 @dataclass(frozen=True)
 class Span:

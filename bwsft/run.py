@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,8 @@ class TrainingData:
 
 def open_run(config: c.Config) -> tuple[Path, Path | None]:
     """(run folder, checkpoint to go on from or None). Refuses folders it must not touch."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("several processes would write one run folder: start a single process")
     folder = c.run_folder(config)
     if config.resume is None:
         if folder.exists():

@@ -292,3 +292,11 @@ def test_the_status_reaches_the_shell():
         [sys.executable, "-m", "bwsft", "retrain"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "unknown command 'retrain'" in done.stderr
+
+
+def test_several_processes_would_share_one_run_folder(tiny, flags, monkeypatch, capsys):
+    config = tiny()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(flags(config)) == 2
+    assert "start a single process" in capsys.readouterr().err
+    assert not c.run_folder(config).exists()
