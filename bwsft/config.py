@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from bwsft import config_check, strict_json
+from bwsft.objective_config import ObjectiveConfig
+from bwsft.objective_config import validate as validate_objective
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -33,36 +37,6 @@ class DataConfig:
     """Examples kept out of training for the held-out blockwise NELBO."""
     cache_dir: str | None = None
     """Folder of tokenised sets; default $BWSFT_CACHE or ~/.cache/bwsft."""
-
-
-@dataclass(frozen=True)
-class ObjectiveConfig:
-    """What is masked and how it is weighed (bwsft/objectives/)."""
-
-    name: Literal["blockwise", "classical"] = "blockwise"
-    """Blockwise SFT, or classical SFT: Bernoulli masks over the whole response."""
-    blocks: Literal["uniform", "traversal", "sequential"] = "uniform"
-    """Active block of a visit: with replacement; each block once per traversal of the
-    example, in random order; each block in turn from the left."""
-    weight: Literal["count", "rate", "flat"] = "count"
-    """Row weight: 1 / masked tokens; 1 / (mask rate x block length); 1 / block length."""
-    empty: Literal["last", "skip"] = "last"
-    """A draw that masks nothing masks the block's last token, or weighs nothing."""
-    block_factor: Literal["mean", "sum"] = "mean"
-    """Estimate the mean over an example's blocks, or their sum."""
-    low: float = 1e-3
-    """Lowest mask rate."""
-    high: float = 1.0
-    """Highest mask rate."""
-    prefix_noise: float = 0.0
-    """Ablation: share of earlier response tokens that are masked too (never supervised)."""
-    suffix_leak: float = 0.0
-    """Ablation: share of later response tokens that stay visible."""
-    pairs: bool = False
-    """Draws of one context come in complementary pairs: together they mask every token once."""
-    context_grad: bool = True
-    """False takes the context as a constant in exact mode (the paper's Algorithm 1, line 8, read
-    literally)."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +154,7 @@ class Config:
 
 ONE = "steps block_size gen_length max_length batch_size micro_batch_size draws_per_context"
 ONE = [*ONE.split(), "save_every", "eval.draws", "dataset.limit"]
+ONE += ["objective.soft_masked.buckets", "objective.rdm.levels"]
 LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
     ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip"], 0
 )
@@ -221,8 +196,10 @@ def _validate_context(config: Config) -> None:
         raise ValueError("--objective.pairs needs an even --draws-per-context")
     if config.context == "exact":
         return
-    if objective.name == "classical":
-        raise ValueError(f"--objective.name classical has no blocks for --context {config.context}")
+    if objective.name != "blockwise":
+        raise ValueError(
+            f"--objective.name {objective.name} has no blocks for --context {config.context}"
+        )
     if not objective.context_grad:
         raise ValueError("--objective.no-context-grad is for --context exact; the others freeze it")
     if config.context == "block_causal" and (
@@ -235,17 +212,8 @@ def _validate_context(config: Config) -> None:
 
 
 def _validate_groups(config: Config) -> None:
-    objective, optim, lora = config.objective, config.optim, config.lora
-    if not 0 < objective.low <= objective.high <= 1:
-        raise ValueError("--objective.low and --objective.high must satisfy 0 < low <= high <= 1")
-    if objective.weight != "count" and objective.empty == "last":
-        raise ValueError(
-            f"--objective.weight {objective.weight} needs --objective.empty skip: masking the "
-            "last token of an empty draw biases every weight but 1/count"
-        )
-    for name in ("prefix_noise", "suffix_leak"):
-        if not 0 <= getattr(objective, name) <= 1:
-            raise ValueError(f"--objective.{name.replace('_', '-')} must lie in [0, 1]")
+    optim, lora = config.optim, config.lora
+    validate_objective(config.objective)
     if not (0 < optim.lr and 0 <= optim.warmup <= 1 and 0 <= optim.floor <= 1):
         raise ValueError("--optim needs lr > 0, and warmup and floor in [0, 1]")
     if not (0 <= lora.dropout < 1 and lora.alpha > 0):
@@ -256,33 +224,13 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
-def from_json(text: str) -> Config:
-    """Read what `to_json` wrote; an unknown field raises ValueError by name."""
+def from_json(text: str, where: str = "config.json") -> Config:
+    """Read what `to_json` wrote; ValueError, naming `where` and the field, for anything else."""
     try:
-        values = json.loads(text)
+        values = strict_json.parse(text)
     except ValueError as error:
-        raise ValueError(f"config.json is not valid JSON ({error})") from None
-    return _build(Config, values, "")
-
-
-_GROUPS = {
-    "dataset": DataConfig,
-    "objective": ObjectiveConfig,
-    "lora": LoraConfig,
-    "optim": OptimConfig,
-    "eval": EvalConfig,
-    "init": InitConfig,
-}
-
-
-def _build(cls, values, path: str):
-    if not isinstance(values, dict):
-        raise ValueError(f"config.json: {path or 'the file'} must be an object")
-    names = {f.name for f in dataclasses.fields(cls)}
-    if unknown := sorted(set(values) - names):
-        raise ValueError(f"config.json: unknown field {path}{unknown[0]}")
-    nested = {k: _build(_GROUPS[k], v, f"{k}.") for k, v in values.items() if k in _GROUPS}
-    return cls(**{**values, **nested})
+        raise ValueError(f"{where} {error}") from error
+    return config_check.build(Config, values, where)
 
 
 def differences(a: Config, b: Config) -> list[str]:

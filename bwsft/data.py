@@ -95,6 +95,10 @@ class TokenizedSet:
     def response(self, i: int) -> np.ndarray:
         return self.tokens[self.starts[i] + self.prompt_lengths[i] :][: self.response_lengths[i]]
 
+    def lengths(self, i: int) -> tuple[int, int]:
+        """(prompt, response) tokens of example i."""
+        return int(self.prompt_lengths[i]), int(self.response_lengths[i])
+
     def example(self, i: int, visit: int = 0) -> Example:
         return Example(self.prompt(i), self.response(i), int(self.sample_ids[i]), visit)
 

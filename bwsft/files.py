@@ -1,4 +1,4 @@
-"""Writing files and folders so that a reader never sees half of one."""
+"""Writing files and folders so that a reader never sees half of one, nor a second writer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import hashlib
 import os
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # no locks outside POSIX
+    fcntl = None
+
+LOCK = ".lock"
 
 
 def fsync_path(path: Path) -> None:
@@ -26,14 +35,25 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
-        with open(temporary, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        with naming(path):
+            with open(temporary, "wb") as handle:
+                handle.write(data)
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_path(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block says which file it is about: that of a write to a full disk doesn't,
+    and a temporary file's name helps nobody."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 @contextlib.contextmanager
@@ -52,6 +72,43 @@ def folder_atomic(path: Path) -> Iterator[Path]:
         fsync_path(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def lock_folder(folder: Path) -> IO[bytes]:
+    """Take a run folder for this process; ValueError if another one has it.
+
+    The lock is on `folder`/.lock (flock) and ends with the returned file: when it is closed, or
+    with the process, SIGKILL included. Where the system or the file system has no locks, it is no
+    more than a file.
+    """
+    path = Path(folder) / LOCK
+    handle = open(path, "a+b", buffering=0)
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.seek(0)
+        owner = handle.read(40).decode(errors="replace").strip() or "another process"
+        handle.close()
+        raise ValueError(
+            f"{folder} is being written by {owner}: wait until it has ended, or stop it"
+        ) from None
+    except OSError as error:  # some network file systems have none
+        warnings.warn(f"can't lock {path} ({error.strerror}): start no second run", stacklevel=2)
+    with contextlib.suppress(OSError):  # a full disk: the name is a courtesy
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()}\n".encode())
+    return handle
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files and folders that killed writers left in `folder`, whose only
+    writer must be the caller."""
+    for leftover in Path(folder).glob(".*.tmp"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def sha256(path: Path) -> str:

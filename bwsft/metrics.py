@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 from pathlib import Path
 
-from bwsft.files import write_atomic
+from bwsft import strict_json
+from bwsft.files import naming, write_atomic
 
 
 class JsonLog:
@@ -20,16 +23,19 @@ class JsonLog:
         kept = [record for record in read_log(path) if record["step"] <= last_step]
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept))
         self.steps = {record["step"] for record in kept}
+        self.path = Path(path)
         self._handle = open(path, "a", encoding="utf-8")
 
     def append(self, record: dict) -> None:
-        self._handle.write(json.dumps(record) + "\n")
-        self._handle.flush()
+        with naming(self.path):
+            self._handle.write(json.dumps(record) + "\n")
+            self._handle.flush()
         self.steps.add(record["step"])
 
     def sync(self) -> None:
         """To the disk: a checkpoint must not outlive the lines of its steps."""
-        os.fsync(self._handle.fileno())
+        with naming(self.path):
+            os.fsync(self._handle.fileno())
 
     def close(self) -> None:
         self._handle.close()
@@ -43,16 +49,25 @@ def read_log(path: Path) -> list[dict]:
     if not Path(path).exists():
         return []
     records = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(strict_json.read_text(path).split("\n")[:-1], start=1):
         try:
-            record = json.loads(line)
-            record["step"] + 0
+            record = strict_json.parse(line)
+            step = record["step"]
         except (ValueError, TypeError, KeyError):
-            raise ValueError(
-                f"{path}, line {number} is not a record with a step: remove the line"
-            ) from None
+            step = None
+        if type(step) is not int:
+            raise ValueError(f"{path}, line {number} is not a record with a step: remove the line")
         records.append(record)
     return records
+
+
+def _column(path: Path, records: list[dict], name: str) -> list[float]:
+    """One number of every record of the log `path`."""
+    for record in records:
+        value = record.get(name)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{path}, step {record['step']} has no number {name!r}")
+    return [record[name] for record in records]
 
 
 def plot_run(folder: Path) -> Path:
@@ -64,29 +79,30 @@ def plot_run(folder: Path) -> Path:
     import matplotlib.pyplot as plt
 
     folder = Path(folder)
-    metrics, evals = read_log(folder / "metrics.jsonl"), read_log(folder / "eval.jsonl")
-    steps, losses = [r["step"] for r in metrics], [r["loss"] for r in metrics]
+    log, eval_log = folder / "metrics.jsonl", folder / "eval.jsonl"
+    metrics, evals = read_log(log), read_log(eval_log)
+    steps, losses = [r["step"] for r in metrics], _column(log, metrics, "loss")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     left.plot(steps, losses, color="0.8", lw=1, label="loss of the step")
     # A step's loss depends on the mask rates it drew: the mean over 5 % of the run is readable.
     left.plot(steps, running_mean(losses, max(len(losses) // 20, 5)), lw=2, label="running mean")
     if evals:
-        left.plot(
-            [r["step"] for r in evals], [r["nelbo"] for r in evals], "o-", label="held-out NELBO"
-        )
+        nelbo = _column(eval_log, evals, "nelbo")
+        left.plot([r["step"] for r in evals], nelbo, "o-", label="held-out NELBO")
     left.set(xlabel="step", ylabel="nats per token", ylim=(0, None), title=folder.name)
     left.legend()
-    right.plot(steps, [r["lr"] for r in metrics], color="tab:green")
+    right.plot(steps, _column(log, metrics, "lr"), color="tab:green")
     right.set(xlabel="step", ylim=(0, None))
     right.set_ylabel("learning rate", color="tab:green")
     twin = right.twinx()
-    twin.plot(steps, [r["grad_norm"] for r in metrics], color="tab:red", lw=0.8, alpha=0.6)
+    norms = _column(log, metrics, "grad_norm")
+    twin.plot(steps, norms, color="tab:red", lw=0.8, alpha=0.6)
     twin.set_ylabel("gradient norm", color="tab:red")
-    path, temporary = folder / "loss.png", folder / ".loss.tmp.png"
-    figure.savefig(temporary, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format="png")
     plt.close(figure)
-    temporary.replace(path)
-    return path
+    write_atomic(folder / "loss.png", drawn.getvalue())
+    return folder / "loss.png"
 
 
 def running_mean(values: list[float], width: int) -> list[float]:

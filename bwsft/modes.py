@@ -1,9 +1,9 @@
 """How a training step meets the context mode: each mode yields losses, one backward each.
 
-A mode takes a packed batch on the host and yields (weighted sum of CE, number of loss rows). The
-sums of one batch add up to the sum over its sequences, so that a step divides by sequences alone,
-whatever the mode. No graph outlives its backward. `run` is a bwsft.run.Run: its backbone, spec,
-device, autocast and corrupt(batch, draw), the objective's masks of one of the visit's draws.
+A mode takes a packed batch on the host and yields one `Loss` per backward. Their sums add up to the
+sum over the batch's sequences, so that a step divides by sequences alone, whatever the mode. No
+graph outlives its backward. `run` is a bwsft.run.Run: its backbone, spec, device, autocast and
+corrupt(batch, draw), the objective's masks of one of the visit's draws.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from bwsft_kernels.block_mask import MaskedBatch, block_mask
@@ -19,7 +20,16 @@ from torch import Tensor
 from bwsft.context import Context, Span
 from bwsft.objectives.nelbo import State
 
-Losses = Iterator[tuple[Tensor, Tensor]]
+
+class Loss(NamedTuple):
+    """What one backward needs, and what a step counts."""
+
+    total: Tensor  # weighted sum of CE
+    rows: Tensor  # 0-dim: masked tokens that bear it
+    region: Tensor  # 0-dim: tokens of the supervised region, masked or not
+
+
+Losses = Iterator[Loss]
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class Mode:
     """The rows that bear loss lie in one block, much shorter than the row."""
 
     def losses(self, run, batch) -> Losses:
-        """Weighted sums whose total is the batch's, and their numbers of loss rows."""
+        """Weighted sums whose total is the batch's."""
         if self.name == "block_causal":
             return block_causal(run, batch)
         if self.name == "exact" and self.context_grad:
@@ -48,7 +58,7 @@ class Mode:
         context = Context(self.span(masked, run.spec)) if self.prune else None
         with run.autocast():
             total = run.backbone(noisy, *loss_rows(masked), context)
-        yield total, masked.num_rows
+        yield Loss(total, masked.num_rows, masked.block_length.sum())
 
     def frozen(self, run, batch) -> Losses:
         """A context pass without autograd, then `draws` passes over the active rows against it.
@@ -63,7 +73,7 @@ class Mode:
                 if context is None:
                     context = self.freeze(run, noisy, self.span(masked, run.spec))
                 total = run.backbone(noisy, *loss_rows(masked), context) / self.draws
-            yield total, masked.num_rows
+            yield Loss(total, masked.num_rows, masked.block_length.sum())
 
     def freeze(self, run, noisy, span: Span) -> Context:
         """The context pass of a noisy batch."""
@@ -102,6 +112,21 @@ class Mode:
 
 def loss_rows(masked: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:
     return masked.rows, masked.row_target, masked.row_weight
+
+
+def whole_response(run, batch, place) -> Losses:
+    """The draws of an objective that masks the whole response (bwsft/objectives/drawn.py)."""
+
+    @torch.no_grad()
+    def predict(noisy, rows):
+        with run.autocast():
+            return run.backbone(noisy, rows, None, None)
+
+    for drawn in run.objective.draws(batch.to(run.device), run.options, place, predict):
+        loss = (drawn.rows, drawn.target, drawn.weight, None, drawn.smoothing)
+        with run.autocast():
+            total = run.backbone(drawn.noisy, *loss, run.options.excluded_id)
+        yield Loss(total, drawn.num_rows, drawn.region)
 
 
 @dataclass(frozen=True)
@@ -153,7 +178,7 @@ def block_causal(run, batch) -> Losses:
     rows = (x.to(run.device) for x in (one.noisy[masked.rows], masked.row_target, weight))
     with run.autocast():
         total = run.backbone(one.to(run.device), *rows)
-    yield total, masked.num_rows.to(run.device)
+    yield Loss(total, masked.num_rows.to(run.device), masked.block_length.sum().to(run.device))
 
 
 def response_rows(batch) -> Tensor:

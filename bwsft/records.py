@@ -1,17 +1,19 @@
 """Reading data sources and bringing their records into one shape.
 
-JSONL is read line by line here, so that every complaint can name its line; JSON arrays, CSV,
+JSONL is read line by line and JSON whole here, so that every complaint can name its place; CSV,
 Parquet and Hub ids go through `datasets`, imported when first needed.
 """
 
 import csv
 import hashlib
-import json
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from bwsft import strict_json
 
 # MetaMathQA, GSM8K, MATH, and the two spellings of prompt/answer pairs; the first that fits wins.
 PAIRS = (
@@ -22,8 +24,9 @@ PAIRS = (
     ("prompt", "completion"),
 )
 SHAPES = ", ".join("/".join(pair) for pair in PAIRS) + " or messages"
-TABLES = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
+TABLES = {".csv": "csv", ".parquet": "parquet"}  # as `datasets` calls them
 LINES = (".jsonl", ".ndjson")
+FORMATS = (*LINES, ".json", *TABLES)
 ROLES = ("system", "user", "assistant")
 
 Row = tuple[str, Any]
@@ -52,38 +55,29 @@ class Source:
 def normalise(raw: Any) -> Record:
     """A raw row as a Record. Raises ValueError with what is wrong, without the place."""
     if isinstance(raw, bytes):
-        raw = _parse(raw)
+        raw = strict_json.parse(raw)
     if not isinstance(raw, dict):
         raise ValueError(f"is {_kind(raw)}, expected an object with {SHAPES}")
     if raw.get("messages") is not None:
-        return replace(_from_messages(raw["messages"]), kind=str(raw.get("type") or ""))
+        return replace(_from_messages(raw["messages"]), kind=_type(raw))
     keys = {key for key, value in raw.items() if value is not None}
     for prompt, answer in PAIRS:
         if prompt in keys and answer in keys:
             query = _text(raw[prompt], prompt)
             response = _text(raw[answer], answer)
-            return Record((("user", query),), response, str(raw.get("type") or ""))
+            return Record((("user", query),), response, _type(raw))
     for prompt, answer in PAIRS:
         if prompt in keys:
             raise ValueError(f"has {prompt!r} but no {answer!r}: the response is missing")
     for prompt, answer in PAIRS:
         if answer in keys:
             raise ValueError(f"has {answer!r} but no {prompt!r}: the prompt is missing")
-    raise ValueError(f"has none of {SHAPES}; its keys are {sorted(map(str, raw))[:8]}")
+    raise ValueError(f"has none of {SHAPES}; its keys are {reprlib.repr(sorted(map(str, raw)))}")
 
 
-def _parse(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"is not valid JSON ({error.msg}: column {error.colno} of {len(error.doc.rstrip())};"
-            " was it cut in half?)"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid JSON ({error})") from error
+def _type(raw: dict) -> str:
+    kind = raw.get("type")
+    return str(kind) if isinstance(kind, str | int | float) else ""
 
 
 def _from_messages(messages: Any) -> Record:
@@ -95,7 +89,8 @@ def _from_messages(messages: Any) -> Record:
             raise ValueError(f"message {number} is {_kind(message)}, expected {{role, content}}")
         role = message.get("role")
         if role not in ROLES:
-            raise ValueError(f"message {number} has role {role!r}, expected one of {ROLES}")
+            found = reprlib.repr(role)
+            raise ValueError(f"message {number} has role {found}, expected one of {ROLES}")
         if role == "system" and number > 0:
             raise ValueError(f"message {number} is a system message; only the first may be one")
         turns.append((role, _text(message.get("content"), f"content of message {number}")))
@@ -136,16 +131,19 @@ def open_source(
     if path.is_dir():
         raise ValueError(f"{name} is a folder; give one data file")
     if not path.exists():
-        if suffix in (*LINES, *TABLES) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        if suffix in FORMATS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             raise ValueError(f"data file {name} doesn't exist")
         return _hub(name, split, subset)  # no such file, but it may be a Hub id
-    if suffix not in (*LINES, *TABLES):
-        known = ", ".join((*LINES, *TABLES))
+    if not path.is_file():  # a pipe would wait for a writer, and can't be read twice
+        raise ValueError(f"{name} is not a regular file; write the records to one first")
+    if suffix not in FORMATS:
+        known = ", ".join(FORMATS)
         raise ValueError(f"{name}: can't tell the format from {suffix!r}; known are {known}")
     digest, lines = _digest(path)
     if suffix in LINES:
         return Source(name, digest, lines, lambda: _read_lines(path, name))
-    return Source(name, f"{suffix}:{digest}", None, lambda: _read_table(path, name))
+    read = _read_json if suffix == ".json" else _read_table
+    return Source(name, f"{suffix}:{digest}", None, lambda: read(path, name))
 
 
 def _digest(path: Path) -> tuple[str, int]:
@@ -172,6 +170,20 @@ def _read_lines(path: Path, name: str) -> Iterator[Row]:
                 yield f"{name}, line {number}", line
 
 
+def _read_json(path: Path, name: str) -> Iterator[Row]:
+    """An array of records, or what JSONL holds under another name."""
+    try:
+        text = strict_json.read_text(path)
+        lines = [line for line in text.split("\n") if line.strip()]
+        if all(line.startswith("{") and line.rstrip().endswith("}") for line in lines):
+            found = [strict_json.parse(line) for line in lines]
+        else:
+            found = strict_json.parse(text)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"can't read {name}: it {str(error).removeprefix(f'{path} ')}") from error
+    yield from _places(found if isinstance(found, list) else [found], name)
+
+
 def _read_table(path: Path, name: str) -> Iterator[Row]:
     kind = TABLES[path.suffix.lower()]
     options: dict[str, Any] = {"data_files": str(path), "split": "train"}
@@ -189,6 +201,10 @@ def _csv_options(path: Path, name: str) -> dict[str, Any]:
             header = next(csv.reader(file), [])
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8: {error.reason}") from error
+    except csv.Error as error:
+        raise ValueError(f"{name}: its first line is no header ({error})") from error
+    if twice := sorted({column for column in header if header.count(column) > 1}):
+        raise ValueError(f"{name} has several columns {reprlib.repr(twice[0])}: keep one")
     features = datasets.Features({column: datasets.Value("string") for column in header})
     return {"features": features, "keep_default_na": False, "encoding": "utf-8-sig"}
 

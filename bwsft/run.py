@@ -7,18 +7,16 @@ import dataclasses
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-import numpy as np
 import torch
 from bwsft_kernels.block_mask import MaskSpec
 
 from bwsft import config as c
 from bwsft import data as d
-from bwsft import wordproblems
 from bwsft.backbones.base import Backbone, Family
 from bwsft.backbones.load import load_backbone
 from bwsft.backbones.lora import add_lora
@@ -32,9 +30,11 @@ from bwsft.checkpoint import (
 )
 from bwsft.files import folder_atomic, write_atomic
 from bwsft.models import ModelPlan, own_memory, pick_device, plan_model, plan_tokenizer
-from bwsft.modes import Mode
-from bwsft.objectives import blockwise, classical
+from bwsft.modes import Losses, Mode, whole_response
+from bwsft.objectives import blockwise, classical, mdlm
+from bwsft.objectives.drawn import Place
 from bwsft.optim import make_optimizer, trainable
+from bwsft.training_data import FIXED_SEED, TrainingData, plan_data
 
 # A resumed run may differ from its config in these. Another device or micro-batch changes rounding
 # and dropout, the others change no later loss at all.
@@ -52,11 +52,6 @@ FREE_ON_RESUME = {
     "dataset.cache_dir",
 }
 
-GENERATED = 20_000  # word problems of a run without --data
-# Generated problems, held-out examples and their masks don't follow --seed: what differs between
-# two seeds is then the training alone.
-FIXED_SEED = 0
-
 
 @dataclass
 class Run:
@@ -72,6 +67,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     data: TrainingData
     objective: ModuleType
+    options: Any
+    """What a whole-response objective prepared; None for blocks and classical SFT."""
     mode: Mode
     spec: MaskSpec
     eval_spec: MaskSpec
@@ -83,39 +80,18 @@ class Run:
         order, draws = self.config.objective.blocks, self.config.draws_per_context
         return self.objective.corrupt(batch, self.spec, order, draw, draws)
 
+    def losses(self, batch: d.Batch, step: int, first: int) -> Losses:
+        """The losses of a micro-batch; `first` is the place of its first sequence in the update."""
+        if self.options is None:
+            return self.mode.losses(self, batch)
+        slots = self.data.slots(step, self.config.batch_size, self.config.seed)
+        place = Place(step, first, len(slots), self.data.response_tokens(slots))
+        return whole_response(self, batch, place)
+
     def autocast(self) -> contextlib.AbstractContextManager:
         """bf16 matmuls on CUDA; on the CPU everything is fp32."""
         cuda = self.device.type == "cuda"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=cuda)
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """A tokenised set, its held-out part, and how a batch is laid out."""
-
-    examples: d.TokenizedSet
-    train_index: np.ndarray
-    holdout_index: np.ndarray
-    layout: d.CanvasLayout
-
-    @property
-    def fingerprint(self) -> str:
-        return self.examples.fingerprint
-
-    def slots(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
-        """(example index, earlier visits) of every sequence of optimiser update `step`."""
-        slots = d.slots(step, batch_size, len(self.train_index), seed)
-        return [(int(self.train_index[i]), visit) for i, visit in slots]
-
-    def pack(self, slots: list[tuple[int, int]]) -> d.Batch:
-        return d.pack([self.examples.example(i, visit) for i, visit in slots], self.layout)
-
-    def sample_ids(self, slots: list[tuple[int, int]]) -> list[int]:
-        return [int(self.examples.sample_ids[i]) for i, _ in slots]
-
-    def holdout_batches(self, size: int) -> Iterator[d.Batch]:
-        for start in range(0, len(self.holdout_index), size):
-            yield self.pack([(int(i), 0) for i in self.holdout_index[start : start + size]])
 
 
 def open_run(config: c.Config) -> tuple[Path, Path | None]:
@@ -184,7 +160,7 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
     device = pick_device(config.device)
     backbone = build_backbone(config, plan, folder, checkpoint, device)
     backbone.family = family
-    objective = {"blockwise": blockwise, "classical": classical}[config.objective.name]
+    objective, options = pick_objective(config, family, data)
     run = Run(
         config=config,
         folder=folder,
@@ -195,6 +171,7 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
         optimizer=make_optimizer(backbone, config.optim),
         data=data,
         objective=objective,
+        options=options,
         mode=Mode(
             name=config.context,
             draws=config.draws_per_context,
@@ -202,7 +179,7 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
             even=config.dataset.canvas == "fixed" and family.block_origin == "response",
             prune=config.objective.name == "blockwise",
         ),
-        spec=objective.mask_spec(config, family),
+        spec=(objective if options is None else classical).mask_spec(config, family),
         eval_spec=dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED),
         base=plan.base if config.lora.rank else None,
     )
@@ -210,6 +187,14 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
         load_optimizer(checkpoint, backbone, run.optimizer)
     banner(run)
     return run
+
+
+def pick_objective(config: c.Config, family: Family, data: TrainingData) -> tuple[ModuleType, Any]:
+    """(module, its options; None for those that go through the context modes)."""
+    if config.objective.name in ("blockwise", "classical"):
+        return {"blockwise": blockwise, "classical": classical}[config.objective.name], None
+    objective = {"mdlm": mdlm}[config.objective.name]
+    return objective, objective.prepare(config, family, data.responses())
 
 
 def build_backbone(
@@ -238,46 +223,6 @@ def build_backbone(
     backbone.set_gradient_checkpointing(config.grad_checkpointing)
     backbone.train()
     return backbone
-
-
-def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
-    """Tokenise, report what was dropped, check lengths against the model, hold some out."""
-    options = d.DataOptions(
-        template=config.dataset.template,
-        max_length=config.max_length,
-        gen_length=config.gen_length,
-        on_bad=config.dataset.on_bad,
-        exclude_type=config.dataset.exclude_type,
-        mask_id=family.mask_id,
-        vocab_size=family.vocab_size,
-    )
-    source = config.data or wordproblems.generate(GENERATED, FIXED_SEED)
-    examples = d.load_set(source, tokenizer, options, config.dataset.cache_dir)
-    print(examples.summary())
-    if config.dataset.limit is not None:
-        examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
-        print(f"  using the first {len(examples):,} (--dataset.limit)")
-    layout = d.CanvasLayout(
-        canvas=config.dataset.canvas,
-        block_size=config.block_size,
-        gen_length=config.gen_length,
-        max_length=config.max_length,
-        mask_id=family.mask_id,
-        eos_id=family.eos_id,
-        block_origin=family.block_origin,
-    )
-    if (longest := examples.longest_row(layout)) > family.max_positions:
-        raise ValueError(
-            f"prompt + gen_length needs {longest} positions, the model has {family.max_positions}: "
-            "lower --gen-length or --max-length"
-        )
-    if config.dataset.holdout >= len(examples):
-        raise ValueError(
-            f"--dataset.holdout {config.dataset.holdout} leaves nothing of {len(examples)} "
-            "examples to train on"
-        )
-    split = d.split_holdout(len(examples), config.dataset.holdout, FIXED_SEED)
-    return TrainingData(examples, *split, layout)
 
 
 def banner(run: Run) -> None:

@@ -41,6 +41,9 @@ class Step:
     grad_norm: float
     tokens: int
     supervised_tokens: int
+    """Masked tokens that bear loss."""
+    region_tokens: int
+    """Tokens of the supervised regions, masked or not: what EQUAL-TOKENS counts."""
 
 
 def train_step(run: Run, step: int) -> Step:
@@ -51,7 +54,7 @@ def train_step(run: Run, step: int) -> Step:
     """
     config, data = run.config, run.data
     slots = data.slots(step, config.batch_size, config.seed)
-    losses, supervised, tokens = [], [], 0
+    losses, tokens = [], 0
     run.optimizer.zero_grad(set_to_none=True)
 
     for start in range(0, len(slots), config.micro_batch_size):
@@ -60,18 +63,18 @@ def train_step(run: Run, step: int) -> Step:
         batch = data.pack(part)
         seed_dropout(config.seed, step, data.sample_ids(part)[0])
 
-        # 2. Corrupt (active block, rate, marks, hidden suffix) and forward, as the context mode
-        #    has it; the head meets the loss rows only.
-        for total, num_rows in run.mode.losses(run, batch):
+        # 2. Corrupt (active block, rate, marks, hidden suffix) and forward, as the objective and
+        #    the context mode have it; the head meets the loss rows only.
+        for loss in run.losses(batch, step, start):
             # 3. Backward adds to the gradients; no graph outlives its draw.
-            (total / len(slots)).backward()
-            losses.append(total.detach())
-            supervised.append(num_rows)
+            (loss.total / len(slots)).backward()
+            losses.append((start, loss._replace(total=loss.total.detach())))
         tokens += batch.ids.numel()
 
     # 4. From here on the host waits for the device: check, clip, update.
-    sums = torch.stack(losses).tolist()
-    check_finite(run, step, slots, sums)
+    starts, parts = zip(*losses, strict=True)
+    totals, rows, region = (torch.stack(x).tolist() for x in zip(*parts, strict=True))
+    check_finite(run, step, slots, list(zip(starts, totals, strict=True)))
     limit = config.optim.clip or float("inf")
     norm = torch.nn.utils.clip_grad_norm_(trainable(run.backbone).values(), limit).item()
     if not math.isfinite(norm):
@@ -80,7 +83,7 @@ def train_step(run: Run, step: int) -> Step:
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.step()
-    return Step(sum(sums) / len(slots), lr, norm, tokens, int(torch.stack(supervised).sum()))
+    return Step(sum(totals) / len(slots), lr, norm, tokens, sum(rows), sum(region))
 
 
 def seed_dropout(seed: int, step: int, first_sample: int) -> None:
@@ -91,13 +94,13 @@ def seed_dropout(seed: int, step: int, first_sample: int) -> None:
     torch.manual_seed(high << 24 | low)
 
 
-def check_finite(run: Run, step: int, slots, sums: list[float]) -> None:
-    """Raise TrainingStopped, naming the micro-batch, unless every summed loss is finite."""
-    size = run.config.micro_batch_size
-    for k, value in enumerate(sums):
-        i = k // run.config.draws_per_context
+def check_finite(run: Run, step: int, slots, totals: list[tuple[int, float]]) -> None:
+    """Raise TrainingStopped, naming the micro-batch, unless every loss is finite. totals: (first
+    slot of the micro-batch, summed loss)."""
+    for start, value in totals:
         if not math.isfinite(value):
-            raise stopped(run, step, slots[i * size : (i + 1) * size], f"loss {value}")
+            part = slots[start : start + run.config.micro_batch_size]
+            raise stopped(run, step, part, f"loss {value}")
 
 
 def stopped(run: Run, step: int, slots, what: str) -> TrainingStopped:

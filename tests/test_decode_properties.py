@@ -226,7 +226,7 @@ def test_the_training_loss_is_what_the_decoder_computes(name):
     model, batch = model_of(2), training_batch()
     run = training_run(Mode(name, draws=2 if name == "cached" else 1, even=True), model)
     with torch.no_grad():
-        for draw, (loss, _) in enumerate(run.mode.losses(run, batch)):
+        for draw, (loss, *_) in enumerate(run.mode.losses(run, batch)):
             noisy, masked = run.corrupt(batch, draw)
             n = int(masked.num_rows)
             rows = (masked.rows[:n], masked.row_target[:n], masked.row_weight[:n])

@@ -63,7 +63,7 @@ def run_of(mode, backbone=None, **spec):
 
 
 def gradients(run, b):
-    total = sum(backward(loss) for loss, _ in run.mode.losses(run, b))
+    total = sum(backward(loss) for loss, *_ in run.mode.losses(run, b))
     return total, [p.grad.clone() for p in run.backbone.parameters()]
 
 
@@ -275,7 +275,7 @@ def test_modes_depend_on_the_visit_alone():
     for mode in (Mode("exact"), Mode("cached", draws=2), Mode("block_causal")):
         lengths = ((5, 9), (3, 12), (4, 6))
         net = model()
-        whole = sum(x.item() for x, _ in mode.losses(run_of(mode, net), batch(lengths)))
+        whole = sum(x.item() for x, *_ in mode.losses(run_of(mode, net), batch(lengths)))
         b = batch(lengths)
         parts = 0.0
         for s in (2, 0, 1):
@@ -291,5 +291,5 @@ def test_modes_depend_on_the_visit_alone():
                 visits=b.visits[s : s + 1],
                 max_length=end - a,
             )
-            parts += sum(x.item() for x, _ in mode.losses(run_of(mode, net), alone))
+            parts += sum(x.item() for x, *_ in mode.losses(run_of(mode, net), alone))
         assert parts == pytest.approx(whole, rel=1e-6), mode

@@ -210,7 +210,8 @@ def test_a_run_learns_and_writes_what_others_read(tiny, capsys):
     metrics, evals = read_log(folder / "metrics.jsonl"), read_log(folder / "eval.jsonl")
     assert [r["step"] for r in metrics] == list(range(1, 61))
     assert list(metrics[0]) == [
-        "step", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "seconds",
+        "step", "loss", "lr", "grad_norm", "tokens", "supervised_tokens",
+        "region_tokens", "seconds",
     ]
     assert [r["step"] for r in evals] == [0, 30, 60]
     assert evals[2]["nelbo"] < evals[1]["nelbo"] < evals[0]["nelbo"] - 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bwsft_kernels import linear_cross_entropy
+from bwsft_kernels import linear_argmax, linear_cross_entropy
 from torch import Tensor, nn
 
 from bwsft.context import Context, ContextCache, Span
@@ -110,7 +110,9 @@ class Backbone(nn.Module):
         target: Tensor | None,
         row_weight: Tensor | None,
         context: Context | None = None,
-    ) -> Tensor:
+        smoothing: Tensor | float = 0.0,
+        excluded_id: int | None = None,
+    ) -> Any:
         """Weighted sum of cross-entropies over the loss rows, a float32 scalar.
 
         ``batch`` has ``ids`` [T] (already masked), ``position_ids`` [T] and ``cu_seqlens``
@@ -120,20 +122,28 @@ class Backbone(nn.Module):
 
         ``context`` names the span that holds the loss rows: the last layer then runs for it alone,
         and with a cache all layers do. ``rows`` None is the context pass, which fills that cache.
+        ``target`` None predicts: ``linear_argmax`` of the rows, [MASK] left out.
+
+        ``smoothing``, a number or [N], and ``excluded_id`` are those of ``linear_cross_entropy``.
         """
         if rows is None:
             self.fill(batch, context.cache)
             return torch.zeros((), device=batch.ids.device)
         hidden, index = self._rows_of(batch, self.predicting_rows(rows), context)
+        hidden = hidden.index_select(0, index)
         weight, bias = self.head()
+        head = {"linear_bias": bias, "softcap": self.family.softcap}
+        if target is None:
+            return linear_argmax(hidden, weight, mask_id=self.family.mask_id, **head)
         return linear_cross_entropy(
-            hidden.index_select(0, index),
+            hidden,
             weight,
             target,
-            linear_bias=bias,
             reduction="sum",
             row_weight=row_weight,
-            softcap=self.family.softcap,
+            label_smoothing=smoothing,
+            excluded_id=excluded_id,
+            **head,
         )
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,9 @@ class Stream(IntEnum):
     DROPOUT = 5
     ORDER = 6
     GUMBEL = 7
+    TIME = 8  # one number per update
+    MIX = 9  # whether a sequence sees its own predictions
+    REPLACE = 10  # which visible tokens are replaced, and by what
 
 
 def philox_words(counter, key):

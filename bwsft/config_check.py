@@ -1,0 +1,90 @@
+"""JSON values into dataclasses, each value checked against its field's annotation."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    type(None): "null",
+}
+
+
+def build(cls: type[T], values: Any, where: str, path: str = "") -> T:
+    """An instance of dataclass `cls` from a parsed JSON object; nested dataclasses are objects.
+
+    Annotations may be bool, int, float, str, None, Literal, tuple[X, ...], a dataclass, and unions
+    of these. Numbers stay numbers: no "1" for 1, no true for 1, no NaN; whole numbers fit in 64
+    bits. Raises ValueError naming `where` and the field, also for an unknown or a missing one.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: {path.rstrip('.') or 'the file'} must be an object")
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise ValueError(f"{where}: unknown field {path}{unknown[0]:.80}")
+    for name, field in fields.items():
+        default = (field.default, field.default_factory)
+        if name not in values and default == (dataclasses.MISSING,) * 2:
+            raise ValueError(f"{where}: field {path}{name} is missing")
+    hints = typing.get_type_hints(cls)
+    return cls(
+        **{k: _value(hints[k], value, where, f"{path}{k}") for k, value in values.items()}
+    )
+
+
+def _value(hint: Any, value: Any, where: str, path: str) -> Any:
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    for option in options:
+        if dataclasses.is_dataclass(option) and (isinstance(value, dict) or len(options) == 1):
+            return build(option, value, where, f"{path}.")
+        if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
+            inner = typing.get_args(option)[0]
+            return tuple(_value(inner, v, where, f"{path}[{i}]") for i, v in enumerate(value))
+        if _fits(option, value):
+            return float(value) if option is float else value
+    wanted = " or ".join(map(_name, options))
+    raise ValueError(f"{where}: {path} must be {wanted}, not {_short(value)}")
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if typing.get_origin(kind) is typing.Literal:
+        return any(type(value) is type(known) and value == known for known in typing.get_args(kind))
+    if kind is float:
+        # Not math.isfinite: it turns integers into floats, and some are too large for one.
+        return type(value) in (int, float) and abs(value) < 2.0**1023
+    if kind is int:
+        return type(value) is int and -(2**63) <= value < 2**63
+    if kind is str:
+        return type(value) is str and not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
+    return type(value) is kind
+
+
+def _name(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return "a list"
+    return _NAMES.get(kind, "an object")
+
+
+def _short(value: Any) -> str:
+    """The value as its author wrote it, or what it is if it may be long."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if type(value) is int and abs(value) >= 2**63:
+        return "a number too large"
+    names = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return names[value]
+    return repr(value[:40] if isinstance(value, str) else value)

@@ -1,0 +1,133 @@
+"""What is masked and how it is weighed: the options of bwsft/objectives/, one group per method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MdlmConfig:
+    """--objective.name mdlm: MDLM's objective on the response."""
+
+    stratify: bool = True
+    """Spread the times of an update evenly: one per stratum of [0, 1) (low-discrepancy t)."""
+    subs: bool = True
+    """[MASK] leaves the softmax (zero masking probability of SUBS)."""
+    normalise: Literal["token", "sequence"] = "token"
+    """Divide by the response tokens of the update, or by each sequence's own."""
+    rate: Literal["mdlm", "llada"] = "mdlm"
+    """Mask rate at time t in [eps, 1): (1 - eps) t with weight 1/t (log-linear schedule), or t
+    itself drawn as classical SFT draws it, with weight 1 / rate."""
+
+
+@dataclass(frozen=True)
+class SoftMaskedConfig:
+    """--objective.name soft_masked: a port of Masked-Diffuse LM (2023) to absorbing noise."""
+
+    softness: float = 1.0
+    """Lambda in [0, 1]: 0 masks all tokens at one rate, 1 one bucket after another."""
+    buckets: int = 3
+    """Groups of equal size by importance, the most important masked first."""
+    weight: Literal["count", "elbo"] = "count"
+    """1 / masked tokens, or the bound's p'(t) / p(t)."""
+
+
+@dataclass(frozen=True)
+class RdmConfig:
+    """--objective.name rdm: the reparameterised discrete diffusion model."""
+
+    levels: int = 50
+    """Noise levels T; level k masks at rate (k + 1) / T."""
+    weight: Literal["linear", "reciprocal", "none"] = "linear"
+    """lambda(k): 1 - k / T; 1 / (k + 1), the bound; 1. All are divided by T for a common scale."""
+    label_smoothing: float = 0.1
+    """Share of the uniform target; it does not carry lambda(k)."""
+    coupled: bool = True
+    """Two nested masks per visit, at the higher and the lower of two levels: twice the FLOPs."""
+
+
+@dataclass(frozen=True)
+class TwoStepConfig:
+    """--objective.name two_step: train on the model's own first step, with rising probability."""
+
+    gap: Literal["uniform", "step"] = "uniform"
+    """Second rate: uniform below the first, or one denoising step of the decoder below it."""
+    reveal: Literal["random", "confidence"] = "random"
+    """Which first-step tokens the second step sees: random ones, or the most confident."""
+    schedule: Literal["linear", "constant", "ramp"] = "linear"
+    """Chance that a sequence sees its own predictions and not the truth: 0 to 1 over the run; 1; 0
+    to 1 over the first fifth."""
+    replace: float = 0.0
+    """Share of visible response tokens replaced by random ones (0.1 in the original)."""
+    supervise: Literal["masked", "revealed", "all"] = "masked"
+    """Positions that bear loss: masked; masked and revealed; the whole response."""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is masked and how it is weighed (bwsft/objectives/)."""
+
+    name: Literal["blockwise", "classical", "mdlm", "soft_masked", "rdm", "two_step"] = "blockwise"
+    """Blockwise SFT; classical SFT (Bernoulli masks over the whole response); or one of the other
+    objectives of the paper's table, each with its own group of options."""
+    blocks: Literal["uniform", "traversal", "sequential"] = "uniform"
+    """Active block of a visit: with replacement; each block once per traversal of the
+    example, in random order; each block in turn from the left."""
+    weight: Literal["count", "rate", "flat"] = "count"
+    """Row weight: 1 / masked tokens; 1 / (mask rate x block length); 1 / block length."""
+    empty: Literal["last", "skip"] = "last"
+    """A draw that masks nothing masks the block's last token, or weighs nothing."""
+    block_factor: Literal["mean", "sum"] = "mean"
+    """Estimate the mean over an example's blocks, or their sum."""
+    low: float = 1e-3
+    """Lowest mask rate."""
+    high: float = 1.0
+    """Highest mask rate."""
+    prefix_noise: float = 0.0
+    """Ablation: share of earlier response tokens that are masked too (never supervised)."""
+    suffix_leak: float = 0.0
+    """Ablation: share of later response tokens that stay visible."""
+    pairs: bool = False
+    """Draws of one context come in complementary pairs: together they mask every token once."""
+    context_grad: bool = True
+    """False takes the context as a constant in exact mode (the paper's Algorithm 1, line 8, read
+    literally)."""
+    mdlm: MdlmConfig = field(default_factory=MdlmConfig)
+    soft_masked: SoftMaskedConfig = field(default_factory=SoftMaskedConfig)
+    rdm: RdmConfig = field(default_factory=RdmConfig)
+    two_step: TwoStepConfig = field(default_factory=TwoStepConfig)
+
+
+BLOCKWISE_ONLY = (
+    "blocks weight empty block_factor prefix_noise suffix_leak pairs context_grad".split()
+)
+
+
+def validate(objective: ObjectiveConfig) -> None:
+    """Raise ValueError, naming the flag, for values that no run can use."""
+    if not 0 < objective.low <= objective.high <= 1:
+        raise ValueError("--objective.low and --objective.high must satisfy 0 < low <= high <= 1")
+    if objective.weight != "count" and objective.empty == "last":
+        raise ValueError(
+            f"--objective.weight {objective.weight} needs --objective.empty skip: masking the "
+            "last token of an empty draw biases every weight but 1/count"
+        )
+    if objective.name not in ("blockwise", "classical"):
+        plain = ObjectiveConfig()
+        for name in BLOCKWISE_ONLY:
+            if getattr(objective, name) != getattr(plain, name):
+                raise ValueError(
+                    f"--objective.{name.replace('_', '-')} belongs to blockwise and classical "
+                    f"SFT; --objective.name {objective.name} has its own group of options"
+                )
+    shares = {
+        "prefix-noise": objective.prefix_noise,
+        "suffix-leak": objective.suffix_leak,
+        "soft-masked.softness": objective.soft_masked.softness,
+        "rdm.label-smoothing": objective.rdm.label_smoothing,
+        "two-step.replace": objective.two_step.replace,
+    }
+    for name, value in shares.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"--objective.{name} must lie in [0, 1]")
