@@ -1,159 +1,129 @@
-"""Time and cost of a denoising step: the published LLaDA decoder against the context modes.
+"""Time and cost of decoding: the published LLaDA decoder against context modes and rules.
 
-python benchmarks/bench_generate.py [--quick] [--size cpu|1b|8b] [--prompt 128] [--gen 128]
-    [--block 32] [--batch 1] [--blocks 1] [--variants naive exact cached] [--json FILE]
+python benchmarks/bench_generate.py [--quick | --sweep] [--size cpu|1b|8b|...] [--prompt 128]
+    [--gen 128] [--batch 1] [--block 32] [--blocks 1] [--variants naive exact] [--count-only]
 
 Random weights in the official shape. Of the canvas the first `--blocks` blocks are decoded, one
 token a step, and the rest is given: a step costs what it costs in a whole decoding, without waiting
-for all of them. The gate: `exact` commits the tokens of the published loop. Early exit is off.
+for all of them. Random weights are never sure of a token, so there `threshold` shows what the rule
+costs, not what it saves: the last table decodes word problems with the embedded trained model. The
+gate: `exact` commits the tokens of the published loop. Early exit is off.
 """
 
 import argparse
-import functools
-import json
+import itertools
 
 import harness
+import models
 import output
 import shapes
 import torch
+from decodes import VARIANTS, decode, hollow_flops, make_problem, step_of, trained_problem
 
-from bwsft.backbones.load import new_backbone
-from bwsft.decoding import DecodeConfig
-from bwsft.generate import generate
-
-VARIANTS = ["naive", "exact", "prefix", "cached", "block_causal"]
+SWEEP = ((128, 1024), (128, 512), (1, 8))  # prompt, gen, batch
 
 
-def build(args, device):
-    """(backbone, prompts, canvases with the first blocks open)."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    backbone = new_backbone(shapes.config_of(args.size), dtype=dtype, device=device).eval()
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(count):
-        return torch.randint(0, 126_000, (args.batch, count), generator=generator).tolist()
-
-    open_tokens = args.blocks * args.block
-    given = [[None] * open_tokens + row for row in draw(args.gen - open_tokens)]
-    return backbone, draw(args.prompt), given
-
-
-@torch.no_grad()
-def published(backbone, prompts, canvases, size: int) -> list[list[int]]:
-    """LLaDA's decoder as published: full logits and softmax of every row, top-1 per step, block
-    by block of `size`. [MASK] is banned as in ours."""
-    mask = shapes.MASK
-    filled = [[mask if token is None else token for token in row] for row in canvases]
-    rows = [a + b for a, b in zip(prompts, filled, strict=True)]
-    ids = torch.tensor(rows, device=backbone.head()[0].device)
-    start = len(prompts[0])
-    while (ids == mask).any():
-        stop = start + size
-        for _ in range(int((ids[0, start:stop] == mask).sum())):
-            logits = backbone.model(input_ids=ids).logits
-            logits[..., mask] = -torch.inf
-            token = logits.argmax(-1)
-            confidence = logits.softmax(-1).gather(-1, token[..., None])[..., 0]
-            confidence = confidence.masked_fill(ids != mask, -torch.inf)
-            confidence[:, stop:] = -torch.inf
-            best = confidence.topk(1, dim=-1).indices
-            ids.scatter_(1, best, token.gather(1, best))
-        start = stop
-    return ids[:, len(prompts[0]) :].tolist()
-
-
-def decode(backbone, prompts, canvases, args, context):
-    config = DecodeConfig(
-        gen_length=args.gen, block_size=args.block, context=context, stop_at_end=False,
-        batch_size=args.batch,
-    )  # fmt: skip
-    return generate(backbone, prompts, config, canvases=canvases, trace=True)
-
-
-def steps_of(args, device):
-    """Variant -> step; SystemExit if `exact` does not commit the published tokens."""
-    backbone, prompts, canvases = build(args, device)
-    steps = {}
+def measure(args, device, problem, name_flops=None) -> list[harness.Result]:
+    """Decode once for the tokens (and on a CPU for the cost), then on the clock. name_flops:
+    variant -> FLOPs, where torch can't see them all."""
+    results, steps, found = {}, {}, {}
     for name in args.variants:
-        if name == "naive":
-            run = functools.partial(published, backbone, prompts, canvases, args.block)
-        else:
-            run = functools.partial(decode, backbone, prompts, canvases, args, name)
-        steps[name] = as_step(run)
-    return steps, backbone, prompts, canvases
-
-
-def as_step(run):
-    def step():
-        run()
-        yield "decode"
-
-    return step
-
-
-def agreement(args, backbone, prompts, canvases) -> dict[str, float]:
-    """Share of the open tokens that equal the published decoder's, by variant."""
-    count = args.blocks * args.block
-    truth = torch.tensor(published(backbone, prompts, canvases, args.block))
-    truth = truth[:, :count]
-    shares = {}
-    for name in args.variants:
-        if name == "naive":
+        results[name] = result = harness.Result(name)
+        steps[name] = step_of(problem, name, found)
+        harness.attempt(result, lambda name=name: harness.count_cost(steps[name], results[name]))
+        if name_flops:
+            result.flops = name_flops(name)
+    truth = found["naive"].tokens if "naive" in found else None
+    for name, run in found.items():
+        extra = results[name].extra
+        extra["steps"], extra["passes"] = run.steps, run.passes
+        if truth is not None and name != "naive":
+            extra["agreement"] = float((run.tokens == truth.to(run.tokens.device)).float().mean())
+    weights = sum(p.nbytes for p in problem.model.parameters())
+    harness.time_interleaved(steps, results, device, args.rounds, warm=True)
+    for name, run in found.items():
+        result = results[name]
+        if result.note:
             continue
-        found = truth.new_full(truth.shape, -1)
-        for row, result in enumerate(decode(backbone, prompts, canvases, args, name)):
-            for commit in result.trace:
-                if commit.position < count:
-                    found[row, commit.position] = commit.token
-        shares[name] = float((found == truth).float().mean())
-    return shares
+        result.tokens_per_s = len(problem.prompts) * problem.wanted / result.median_s
+        result.extra["ms/step"] = 1e3 * result.median_s / run.steps
+        result.traffic_bytes = weights * run.passes
+        if device.type == "cuda":
+            harness.memory(name, steps[name], device, result, args)
+    return list(results.values())
 
 
-def parse() -> argparse.Namespace:
+def gate(device) -> None:
+    """SystemExit unless `exact` commits what the published loop does, at a small size in fp32."""
+    model = models.random_backbone("tiny", torch.float32, device)
+    problem = make_problem(model, (16, 32, 2), 8, 2)
+    truth, own = (decode(problem, name).tokens.cpu() for name in ("naive", "exact"))
+    if not torch.equal(truth, own):
+        share = float((truth == own).float().mean())
+        raise SystemExit(f"the check failed: exact agrees with the published decoder on {share:.0%}"
+                         " of the tokens; nothing was timed")
+
+
+def run_point(args, device, model, shape):
+    """(settings, results) of one shape: prompt, gen, batch."""
+    settings = {"size": args.size, "prompt": shape[0], "gen": shape[1], "batch": shape[2],
+                "block": args.block, "blocks": args.blocks or shape[1] // args.block}
+    grid = (args.block, settings["blocks"])
+
+    def flops(name):
+        return hollow_flops(args.size, shape, *grid, name)
+
+    if args.count_only:
+        results = [harness.Result(name, flops=flops(name)) for name in args.variants]
+        return settings, results
+    problem = make_problem(model, shape, *grid)
+    # A GPU's attention and head kernels are out of the counter's sight.
+    return settings, measure(args, device, problem, flops if device.type == "cuda" else None)
+
+
+def parse(argv=None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=shapes.SIZES, default="8b" if gpu else "cpu")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--gen", type=int, default=128)
+    for name, default in zip(("prompt", "gen", "batch"), (128, 128, 1), strict=True):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sweep", action="store_true",
+                        help="prompt 128, 1024 x gen 128, 512 x batch 1, 8")
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--blocks", type=int, default=1, help="blocks of the canvas to decode")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--blocks", type=int, default=1, help="blocks to decode; 0: all")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--count-only", action="store_true", help="FLOPs alone, of hollow weights")
     harness.add_arguments(parser)
-    args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 3)
+    args = harness.parse(parser, argv, __file__)
+    args.rounds = args.rounds or (1 if args.quick or args.sweep else 3)
     return args
 
 
-def main() -> None:
-    args = parse()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.measure_memory:
-        args.variants = [args.measure_memory]
-        steps = steps_of(args, device)[0]
-        harness.print_memory(args.measure_memory, steps[args.measure_memory], device)
-        return
-    head, peak = output.header(device), harness.peak_flops(device)
-    steps, *model = steps_of(args, device)
-    shares = agreement(args, *model)
-    if device.type == "cpu" and shares.get("exact", 1.0) < 1.0:
-        raise SystemExit(f"exact agrees with the published decoder on {shares['exact']:.0%} alone")
-    results = {name: harness.Result(name) for name in steps}
-    harness.time_interleaved(steps, results, device, args.rounds)
-    count = args.batch * args.blocks * args.block
-    for name, step in steps.items():
-        result = results[name]
-        result.tokens_per_s = count / result.median_s if result.median_s else None
-        harness.attempt(result, functools.partial(harness.count_cost, step, result))
-    settings = {k: getattr(args, k) for k in ("size", "prompt", "gen", "block", "batch", "blocks")}
-    title = "decoding: " + ", ".join(f"{key} {value}" for key, value in settings.items())
-    output.print_table(title, head, list(results.values()), peak)
+def main(argv=None) -> None:
+    args, device = parse(argv), harness.this_device()
+    peak, model = harness.peak_of(device), None
+    gate(device)
+    if not args.count_only:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = models.random_backbone(args.size, dtype, device)
+    head, points = output.header(device, peak, args), []
+    one = ((args.prompt,), (args.gen,), (args.batch,))
+    for shape in itertools.product(*(SWEEP if args.sweep else one)):
+        settings, results = run_point(args, device, model, shape)
+        points.append((settings, results))
+        output.print_table(f"decoding: {output.settings_text(settings)}", head, results, peak)
+    if not args.count_only:
+        problem = trained_problem(device)
+        settings = {"size": "the embedded trained model", "problems": len(problem.prompts),
+                    "gen": problem.wanted, "block": problem.block}
+        points.append((settings, measure(args, device, problem)))
+        output.print_table(f"decoding: {output.settings_text(settings)}", head, points[-1][1], peak)
     cost = shapes.decode_flops("8b", args.prompt, args.gen, args.block)
     ratios = {name: round(cost["naive"] / value, 2) for name, value in cost.items()}
-    print(f"tokens equal to the published decoder's: {json.dumps(shares)}")
-    print(f"FLOP ratio to naive at LLaDA-8B's shape, whole decoding: {json.dumps(ratios)}")
-    settings |= {"agreement": shares, "flop_ratio_8b": ratios}
-    output.finish(args, "generate", head, [(settings, list(results.values()))])
+    output.finish(args, "generate", head, points, [
+        f"LLaDA-8B by formula, prompt {args.prompt}, gen {args.gen}, whole decoding: naive's FLOPs "
+        f"over theirs: {ratios}",
+    ])
 
 
 if __name__ == "__main__":

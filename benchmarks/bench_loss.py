@@ -1,15 +1,17 @@
 """Time and memory of the LM head and its loss: fused against full logits and what else there is.
 
-python benchmarks/bench_loss.py [--quick] [--rows 32 128 512] [--vocab 32000 126464]
-    [--head trainable] [--dtype bf16] [--variants fused naive] [--json FILE] [--plot FILE]
+python benchmarks/bench_loss.py [--quick | --sweep] [--rows 32 128 512] [--vocab 32000 126464]
+    [--head trainable] [--phase forward] [--dtype bf16] [--variants fused naive] [--json FILE]
 
 A batch of B x L tokens of which N bear loss, as block_mask leaves them. Each variant gets the same
 tensors and returns the mean loss; forward and backward are timed apart, and with a frozen head the
-gradient stops at the hidden states. "fused" makes its gradients in forward.
+gradient stops at the hidden states. "fused" makes its gradients in forward. --phase forward is the
+loss without a gradient, as in evaluation.
 """
 
 import argparse
 import functools
+import importlib.util
 import itertools
 from dataclasses import dataclass
 
@@ -21,6 +23,9 @@ from bwsft_kernels import linear_cross_entropy, reference
 from torch.utils.checkpoint import checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# --sweep: each setting alone, the other as in the first.
+SWEEP = {"rows": (64, 256, 512, 1024), "vocab": (16_384, 32_768, 65_536)}
+PEERS = {"liger": "liger-kernel", "cce": "cut-cross-entropy"}
 
 
 @dataclass
@@ -76,57 +81,50 @@ def _chunk_sum(x, weight, target):
     return F.cross_entropy(F.linear(x, weight).float(), target, reduction="sum")
 
 
-def losses(device: torch.device) -> dict:
-    """Name -> loss function, or the reason why it can't run here."""
+def losses(device: torch.device, quick: bool = False) -> dict:
+    """Name -> loss function, or the reason why it isn't run here."""
     found = {"naive": naive, "compiled": compiled}
-    if hasattr(F, "linear_cross_entropy"):
+    if not hasattr(F, "linear_cross_entropy"):
+        reason = f"torch {torch.__version__} has no linear_cross_entropy (2.13 has)"
+        found["torch_lce"] = found["torch_lce_chunked"] = reason
+    elif quick and device.type == "cpu":
+        found["torch_lce"] = "left out of --quick: the same full logits as naive"
+        found["torch_lce_chunked"] = "left out of --quick: a minute a step on a CPU"
+    else:
         chunked = torch.nn.LinearCrossEntropyOptions()
         found["torch_lce"] = F.linear_cross_entropy
         found["torch_lce_chunked"] = functools.partial(F.linear_cross_entropy, options=chunked)
-    else:
-        reason = f"torch {torch.__version__} has no linear_cross_entropy (2.13 has)"
-        found["torch_lce"] = found["torch_lce_chunked"] = reason
     found["chunked_nll"] = chunked_nll
-    found["liger"] = found["cce"] = "needs a CUDA device"
-    if device.type == "cuda":
-        found["liger"], found["cce"] = _liger(), _cce()
+    found["liger"], found["cce"] = peer("liger", device), peer("cce", device)
     found["fused"] = linear_cross_entropy
     return found
 
 
-def quick_losses(device: torch.device) -> dict:
-    """Without those that take most of two minutes on a CPU, unless asked for by name."""
-    found = losses(device)
-    if device.type == "cpu":
-        found["torch_lce"] = "left out of --quick: the same full logits as naive"
-        found["torch_lce_chunked"] = "left out of --quick: a minute a step on a CPU"
-    return found
+def peer(name: str, device: torch.device):
+    """The loss of an installed package, or why it can't run here."""
+    package = PEERS[name]
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        gpu = "" if device.type == "cuda" else "; its Triton kernels need a CUDA device"
+        return f"not installed (pip install {package}){gpu}"
+    if device.type != "cuda":
+        return f"{package} is installed, but its Triton kernels need a CUDA device"
+    if name == "liger":
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as loss
+    else:
+        from cut_cross_entropy import linear_cross_entropy as loss
+    return loss
 
 
-def _liger():
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError:
-        return "not installed (pip install liger-kernel)"
-    return liger_fused_linear_cross_entropy
-
-
-def _cce():
-    try:
-        from cut_cross_entropy import linear_cross_entropy as cce
-    except ImportError:
-        return "not installed (pip install cut-cross-entropy)"
-    return cce
-
-
-def step_of(loss_function, problem: Problem):
-    """One forward and backward, as the harness wants it."""
+def step_of(loss_function, problem: Problem, phase: str = "both"):
+    """One forward, and unless the phase is "forward" one backward, as the harness wants it."""
 
     def step():
-        loss = loss_function(problem.x, problem.weight, problem.target)
+        with torch.set_grad_enabled(phase == "both"):
+            loss = loss_function(problem.x, problem.weight, problem.target)
         yield "forward"
-        loss.backward()
-        yield "backward"
+        if phase == "both":
+            loss.backward()
+            yield "backward"
         problem.x.grad = problem.weight.grad = None
 
     return step
@@ -160,12 +158,12 @@ def float64_truth(problem: Problem):
 
 
 def choose(args, device, problem: Problem):
-    """(results by name, steps that run here and passed the gate)."""
-    found = quick_losses(device) if args.quick and not args.variants else losses(device)
+    """(results by name, loss functions that run here and passed the gate)."""
+    found = losses(device, args.quick and not args.variants)
     unknown = set(args.variants or ()) - set(found)
     if unknown:
         raise SystemExit(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(found)}")
-    results, steps, truth = {}, {}, float64_truth(problem)
+    results, right, truth = {}, {}, float64_truth(problem)
     for name in args.variants or found:
         loss = found[name]
         results[name] = result = harness.Result(name, note=loss if isinstance(loss, str) else "")
@@ -173,37 +171,41 @@ def choose(args, device, problem: Problem):
             wrong = harness.attempt(result, functools.partial(check, loss, problem, truth))
             result.note = f"failed the check: {wrong}" if wrong else result.note
         if not result.note:
-            steps[name] = step_of(loss, problem)
+            right[name] = loss
     for name in ("naive", "fused"):
         if name in results and results[name].note.startswith("failed"):
             raise SystemExit(f"{name} {results[name].note}; nothing was timed")
-    return results, steps
+    return results, right
 
 
 def run_point(args, device, rows, vocabulary):
     """(settings, results) of one shape."""
     problem = make_problem(args, device, rows, vocabulary)
     tokens, kept = len(problem.target), int((problem.target != -100).sum())
-    results, steps = choose(args, device, problem)
+    results, right = choose(args, device, problem)
+    steps = {name: step_of(loss, problem, args.phase) for name, loss in right.items()}
     harness.time_interleaved(steps, results, device, args.rounds)
+    passes = 1 if args.phase == "forward" else 2 + (args.head == "trainable")
     for name, step in steps.items():
         result = results[name]
-        if result.median_s:
-            result.tokens_per_s = tokens / result.median_s
-            result.supervised_tokens_per_s = kept / result.median_s
-        if name != "compiled":  # its operators are gone
+        if result.note:
+            continue
+        result.tokens_per_s = tokens / result.median_s
+        result.supervised_tokens_per_s = kept / result.median_s
+        result.traffic_bytes = passes * problem.weight.nbytes
+        if name == "fused":  # on a GPU a part of its products is in Triton
+            loss = functools.partial(linear_cross_entropy, impl="torch")
+            harness.count_cost(step_of(loss, problem, args.phase), result)
+        elif name not in ("compiled", "cce"):  # their products are out of sight
             harness.attempt(result, functools.partial(harness.count_cost, step, result))
-        if device.type == "cuda":
-            harness.attempt(result, functools.partial(harness.measure_memory, step, device, result))
-        else:
-            shape = ["--rows", str(rows), "--vocab", str(vocabulary)]
-            harness.memory_in_child(name, result, shape)
+        shape = ["--rows", str(rows), "--vocab", str(vocabulary)]
+        harness.memory(name, step, device, result, args, shape)
     settings = dict(tokens=tokens, rows=kept, hidden=args.hidden, vocab=vocabulary,
-                    head=args.head, dtype=args.dtype_name)
+                    head=args.head, dtype=args.dtype_name, phase=args.phase)
     return settings, list(results.values())
 
 
-def parse() -> argparse.Namespace:
+def parse(argv=None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=32 if gpu else 8)
@@ -211,31 +213,41 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096 if gpu else 256)
     parser.add_argument("--rows", type=int, nargs="+", default=[512 if gpu else 128])
     parser.add_argument("--vocab", type=int, nargs="+", default=[126_464])
+    parser.add_argument("--sweep", action="store_true", help="more rows and vocabularies")
     parser.add_argument("--head", choices=["frozen", "trainable"], default="frozen")
+    parser.add_argument("--phase", choices=["both", "forward"], default="both")
     parser.add_argument("--dtype", dest="dtype_name", choices=DTYPES,
                         default="bf16" if gpu else "fp32")
     parser.add_argument("--variants", nargs="+", help="default: all")
     harness.add_arguments(parser)
-    args = parser.parse_args()
+    args = harness.parse(parser, argv, __file__)
     args.dtype = DTYPES[args.dtype_name]
     args.rounds = args.rounds or (3 if args.quick else 7)
     return args
 
 
-def main() -> None:
-    args = parse()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def shapes_of(args) -> list[tuple[int, int]]:
+    """(rows, vocabulary) of every point, the first one first."""
+    if not args.sweep:
+        return list(itertools.product(args.rows, args.vocab))
+    rows, vocabulary = args.rows[0], args.vocab[0]
+    line = [(r, vocabulary) for r in SWEEP["rows"]] + [(rows, v) for v in SWEEP["vocab"]]
+    return [(rows, vocabulary)] + [point for point in line if point != (rows, vocabulary)]
+
+
+def main(argv=None) -> None:
+    args, device = parse(argv), harness.this_device()
     if args.measure_memory:
         problem = make_problem(args, device, args.rows[0], args.vocab[0])
-        step = step_of(losses(device)[args.measure_memory], problem)
+        step = step_of(losses(device)[args.measure_memory], problem, args.phase)
         harness.print_memory(args.measure_memory, step, device)
         return
-    head, peak, points = output.header(device), harness.peak_flops(device), []
-    for rows, vocabulary in itertools.product(args.rows, args.vocab):
+    peak = harness.peak_of(device)
+    head, points = output.header(device, peak, args), []
+    for rows, vocabulary in shapes_of(args):
         settings, results = run_point(args, device, rows, vocabulary)
         points.append((settings, results))
-        title = "loss head: " + ", ".join(f"{key} {value}" for key, value in settings.items())
-        output.print_table(title, head, results, peak)
+        output.print_table(f"loss head: {output.settings_text(settings)}", head, results, peak)
     output.finish(args, "loss", head, points)
 
 

@@ -1,8 +1,8 @@
 """What the benchmarks share: interleaved timing, memory and counted cost (output.py prints them).
 
 A variant is a function that returns a generator; it yields the name of each phase when the phase
-is done, and code behind the last yield isn't timed. A variant that can't run here is a string
-instead, which says why. Every number belongs to one run on one device, named in the header.
+is done, and code behind the last yield isn't timed. A variant that can't run here is a note, which
+says why. Every number belongs to one run on one device, named in the header.
 """
 
 import argparse
@@ -21,17 +21,21 @@ from pathlib import Path
 import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 from bwsft.flops import flop_counter
 
-# Dense bf16 peaks in FLOP/s, for the share of the roofline; a CPU's peak is measured.
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+# Dense bf16 FLOP/s and bytes/s of the 80 GB cards (H200: 141 GB); a CPU's are measured.
+PEAKS = {"A100": (312e12, 2.04e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
 SLOW_SECONDS = 60
 
 
 @dataclass
 class Result:
-    """One variant: seconds (median and 20/80 quantiles), bytes above the baseline, counted cost."""
+    """One variant: seconds (median and 20/80 quantiles), bytes above the baseline, counted cost.
+
+    traffic_bytes: what its weights and inputs alone must move. extra: columns of one benchmark.
+    """
 
     name: str
     note: str = ""
@@ -46,14 +50,46 @@ class Result:
     baseline_bytes: int | None = None
     flops: int | None = None
     operators: int | None = None
+    traffic_bytes: int | None = None
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device reaches at best; None where it isn't known."""
+
+    flops: float | None = None  # per second
+    bytes: float | None = None
+
+    def share(self, result: Result) -> float | None:
+        """Share of the roofline: the time that arithmetic or traffic need at best, over what was
+        measured."""
+        shares = [
+            cost / best for cost, best in
+            ((result.flops, self.flops), (result.traffic_bytes, self.bytes)) if cost and best
+        ]
+        return max(shares) / result.median_s if shares and result.median_s else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a few rounds, at most 2 minutes")
-    parser.add_argument("--rounds", type=int, default=0, help="timed rounds (0: 7, or 3 if quick)")
+    parser.add_argument("--rounds", type=int, default=0, help="timed rounds (0: 7, fewer if quick)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw times and memory to FILE (matplotlib)")
+    parser.add_argument("--no-memory", action="store_true", help="leave the memory runs out")
     parser.add_argument("--measure-memory", metavar="VARIANT", help=argparse.SUPPRESS)
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None, file: str):
+    """Arguments; their `command` runs the same benchmark again in a child process."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    args.command = [str(Path(file).resolve()), *argv]
+    return args
+
+
+def this_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -84,25 +120,28 @@ def attempt(result: Result, function):
         memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate" in str(error)
         first = (str(error).splitlines() or [""])[0]
         result.note = "out of memory" if memory else f"{type(error).__name__}: {first[:160]}"
+    gc.collect()  # what the failed run held
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return None
 
 
-def time_interleaved(steps: dict, results: dict, device, rounds: int) -> None:
+def time_interleaved(steps: dict, results: dict, device, rounds: int, warm: bool = False) -> None:
     """Rounds over all variants in turn, so that drift of clocks and neighbours hits all alike.
 
-    The first round warms up and isn't counted. A slow variant stops after SLOW_SECONDS.
+    Unless they are warm, a first round isn't counted. A slow variant stops after SLOW_SECONDS.
     """
     samples = {name: defaultdict(list) for name in steps}
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            times = samples[name]
-            if results[name].note or sum(times["total"]) > SLOW_SECONDS:
-                continue
-            gc.collect()
-            phases = attempt(results[name], partial(timed, step, device))
-            for phase, seconds in (phases or {}).items():
-                if turn:
-                    times[phase].append(seconds)
+    turns = [(turn, name) for turn in range(warm, rounds + 1) for name in steps]
+    for turn, name in tqdm(turns, "timing", leave=False, disable=None):
+        times = samples[name]
+        if results[name].note or sum(times["total"]) > SLOW_SECONDS:
+            continue
+        gc.collect()
+        phases = attempt(results[name], partial(timed, steps[name], device))
+        for phase, seconds in (phases or {}).items():
+            if turn:
+                times[phase].append(seconds)
     for name, times in samples.items():
         result, total = results[name], times["total"]
         if result.note:
@@ -126,11 +165,27 @@ class CountOperators(TorchDispatchMode):
 
 
 def count_cost(step, result: Result) -> None:
-    """FLOPs and launched operators of one run, the same numbers on every device."""
+    """FLOPs and launched operators of one run, the same numbers on every device. FLOPs inside
+    Triton kernels are not seen."""
     with flop_counter() as flops, CountOperators() as operators:
         for _ in step():
             pass
     result.flops, result.operators = flops.get_total_flops(), operators.count
+
+
+def count_operators(step) -> int:
+    with CountOperators() as operators:
+        for _ in step():
+            pass
+    return operators.count
+
+
+def count_flops(step) -> int:
+    """FLOPs of a run, whose weights may be hollow (models.py)."""
+    with flop_counter() as flops:
+        for _ in step():
+            pass
+    return flops.get_total_flops()
 
 
 def measure_memory(step, device, result: Result) -> None:
@@ -165,9 +220,15 @@ def _resident(peak=False, reset=False) -> int:
     raise RuntimeError(f"/proc/self/status has no {wanted}")
 
 
-def memory_in_child(name: str, result: Result, arguments=()) -> None:
-    """`measure_memory` in a fresh process: what the allocator of this one holds doesn't count."""
-    command = [sys.executable, *sys.argv, *arguments, "--measure-memory", name]
+def memory(name: str, step, device, result: Result, args, shape=()) -> None:
+    """Fill in the memory of a variant: on a CPU from a fresh process, because what the allocator
+    of this one holds would hide a need. shape: arguments that pick one point of a sweep."""
+    if args.no_memory or result.note:
+        return
+    if device.type == "cuda":
+        attempt(result, partial(measure_memory, step, device, result))
+        return
+    command = [sys.executable, *args.command, *shape, "--measure-memory", name]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -184,15 +245,22 @@ def print_memory(name: str, step, device) -> None:
     print(json.dumps({"peak_bytes": result.peak_bytes, "baseline_bytes": result.baseline_bytes}))
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s that the device reaches at best: a table for GPUs, a large matmul on a CPU."""
+def peak_of(device: torch.device) -> Peak:
+    """From a table for GPUs; on a CPU from a large fp32 matmul and a copy."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return next((peak for word, peak in PEAKS.items() if word in name), None)
-    a = torch.randn(2048, 2048)
+        return Peak(*next((peak for word, peak in PEAKS.items() if word in name), (None, None)))
+    a, source = torch.randn(1536, 1536), torch.ones(32 << 20)
+    target = torch.empty_like(source)
+    product = _fastest(lambda: a @ a)
+    copy = _fastest(lambda: target.copy_(source))
+    return Peak(2 * len(a) ** 3 / product, 2 * source.nbytes / copy)
+
+
+def _fastest(run, repeats: int = 5) -> float:
     times = []
-    for _ in range(5):
+    for _ in range(repeats):
         start = time.perf_counter()
-        a @ a
+        run()
         times.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(times)
+    return min(times)

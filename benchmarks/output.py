@@ -1,7 +1,6 @@
 """How a benchmark shows its results: provenance, table, last line of JSON, file and plot."""
 
 import json
-import math
 import platform
 import subprocess
 import time
@@ -9,14 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from harness import Result
-from rich.console import Console
-from rich.table import Table
+from harness import Peak, Result
 
 ROOT = Path(__file__).resolve().parents[1]
+KEYS = ("median_s", "tokens_per_s", "supervised_tokens_per_s", "peak_bytes", "flops", "operators")
 
 
-def header(device: torch.device) -> dict:
+def header(device: torch.device, peak: Peak, args) -> dict:
+    """Where a result comes from."""
+
     def git(*words):
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
@@ -24,7 +24,8 @@ def header(device: torch.device) -> dict:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"cpu, {torch.get_num_threads()} threads, {_cpu_name()}"
+        threads = torch.get_num_threads()
+        name = f"cpu, {threads} thread{'s' * (threads > 1)}, {_cpu_name()}"
     try:
         import triton
         triton_version = triton.__version__
@@ -39,7 +40,21 @@ def header(device: torch.device) -> dict:
         "torch": torch.__version__,
         "triton": triton_version,
         "date": time.strftime("%Y-%m-%d"),
+        "peak_flops": peak.flops,
+        "peak_bytes_per_s": peak.bytes,
+        "command": _command(args),
     }
+
+
+def _command(args) -> str:
+    """The command line without the files that it wrote and without this machine's paths."""
+    words, words_left = [f"benchmarks/{Path(args.command[0]).name}"], iter(args.command[1:])
+    for word in words_left:
+        if word in ("--json", "--plot"):
+            next(words_left)
+        else:
+            words.append(word)
+    return "python " + " ".join(words)
 
 
 def _cpu_name() -> str:
@@ -49,101 +64,113 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def print_table(title: str, head: dict, results: list, peak: float | None) -> None:
-    console = Console(width=max(160, Console().width))
-    dirty = " (dirty)" if head["dirty"] else ""
-    console.print(f"[bold]{title}[/bold]")
-    console.print(
-        f"{head['device']} · torch {head['torch']} · triton {head['triton']} · python "
-        f"{head['python']} · commit {head['commit']}{dirty} · {head['date']}", highlight=False,
+def provenance(head: dict) -> str:
+    dirty = ", with changes that are not in it" if head["dirty"] else ""
+    return (
+        f"{head['device']}; torch {head['torch']}, triton {head['triton']}, python "
+        f"{head['python']}; commit {head['commit']}{dirty}; {head['date']}"
     )
-    phases = [p for r in results for p in r.phases if p != "total"]
-    phases = list(dict.fromkeys(phases))
-    table = Table()
-    for column in ("variant", *phases, "total ms", "20-80 %", "x naive", "tokens/s",
-                   "supervised/s", "MiB above base", "GFLOP", "ops", "of peak"):
-        table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
+
+
+def cells(results: list[Result], peak: Peak) -> list[list[str]]:
+    """A table as text, the titles first; columns without a number are left out."""
+
+    def show(values, scale=1.0, pattern=None):
+        scaled = [None if v is None else v * scale for v in values]
+        return [_plain(v) if pattern is None or v is None else pattern.format(v) for v in scaled]
+
+    def column(name, scale=1.0):
+        return show([getattr(r, name) for r in results], scale)
+
     naive = next((r.median_s for r in results if r.name == "naive"), None)
-    for r in results:
-        table.add_row(r.name, *_cells(r, phases, naive, peak))
-    console.print(table)
+    phases = list(dict.fromkeys(p for r in results for p in r.phases if p != "total"))
+    extra = list(dict.fromkeys(key for r in results for key in r.extra))
+    speed = [naive / r.median_s if naive and r.median_s else None for r in results]
+    phases = phases if len(phases) > 1 else []  # a single one is the total
+    table = {
+        "variant": [r.name for r in results],
+        **{f"{p} ms": show([r.phases.get(p) for r in results], 1e3) for p in phases},
+        "total ms": column("median_s", 1e3),
+        "20-80 %": [
+            "" if r.median_s is None else f"{_plain(r.low_s * 1e3)}-{_plain(r.high_s * 1e3)}"
+            for r in results
+        ],
+        "x naive": show(speed, pattern="{:.2f}"),
+        "tokens/s": column("tokens_per_s"),
+        "supervised/s": column("supervised_tokens_per_s"),
+        "MiB above base": column("peak_bytes", 2**-20),
+        "GFLOP": column("flops", 1e-9),
+        "operators": column("operators", 1),
+        "of roofline": show([peak.share(r) for r in results], pattern="{:.1%}"),
+        **{key: show([r.extra.get(key) for r in results], 1) for key in extra},
+    }
+    table = {title: values for title, values in table.items() if any(values)}
+    return [list(table), *map(list, zip(*table.values(), strict=True))]
+
+
+def _plain(value) -> str:
+    """Four digits, or all of an integer."""
+    if value is None:
+        return ""
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:.4g}"
+    return str(value) if isinstance(value, str) else f"{value:,.0f}"
+
+
+def settings_text(settings: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
+def print_table(title: str, head: dict, results: list[Result], peak: Peak) -> None:
+    rows = cells(results, peak)
+    widths = [max(map(len, values)) for values in zip(*rows, strict=True)]
+    print(f"\n{title}\n{provenance(head)}")
+    for number, row in enumerate(rows):
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join([row[0].ljust(widths[0]), *rest]))
+        if number == 0:
+            print("  ".join("─" * width for width in widths))
     for r in results:
         if r.note:
-            console.print(f"{r.name}: {r.note}", highlight=False)
+            print(f"{r.name}: {r.note}")
 
 
-def _cells(r: Result, phases: list, naive: float | None, peak: float | None) -> list[str]:
-    def show(value, pattern, scale=1.0):
-        return "-" if value is None else pattern.format(value * scale)
-
-    spread, share = "-", None
-    if r.median_s is not None:
-        spread = f"{r.low_s * 1e3:.1f}-{r.high_s * 1e3:.1f}"
-        share = r.flops / r.median_s / peak if r.flops and peak else None
-    speedup = naive / r.median_s if naive and r.median_s else None
-    return [
-        *(show(r.phases.get(phase), "{:.1f}", 1e3) for phase in phases),
-        show(r.median_s, "{:.1f}", 1e3), spread, show(speedup, "{:.2f}"),
-        show(r.tokens_per_s, "{:,.0f}"),
-        show(r.supervised_tokens_per_s, "{:,.0f}"), show(r.peak_bytes, "{:,.1f}", 2**-20),
-        show(r.flops, "{:,.1f}", 1e-9), show(r.operators, "{:,.0f}"), show(share, "{:.0%}"),
-    ]
-
-
-def summary(bench: str, head: dict, results: list) -> dict:
+def summary(bench: str, head: dict, results: list[Result]) -> dict:
     """The object of the last line; keys that don't apply are left out."""
-    keys = ("median_s", "tokens_per_s", "supervised_tokens_per_s", "peak_bytes", "flops",
-            "operators")
     variants = {
-        r.name: {key: getattr(r, key) for key in keys if getattr(r, key) is not None}
-        for r in results if r.median_s is not None
+        r.name: {key: getattr(r, key) for key in KEYS if getattr(r, key) is not None}
+        for r in results if r.median_s is not None or r.flops is not None
     }
-    naive = variants.get("naive", {}).get("median_s")
-    speedup = {name: naive / v["median_s"] for name, v in variants.items()} if naive else {}
+    times = {name: v["median_s"] for name, v in variants.items() if "median_s" in v}
+    speedup = {name: times["naive"] / t for name, t in times.items()} if "naive" in times else {}
     return {"bench": bench, "device": head["device"], "commit": head["commit"],
             "variants": variants, "speedup": speedup}
 
 
-def finish(args, bench: str, head: dict, points: list) -> None:
+def finish(args, bench: str, head: dict, points: list, remarks=()) -> None:
     """Write --json and --plot, then print the summary of the first point as the last line.
 
-    points: [(settings, results)], one for each shape that was measured.
+    points: [(settings, results)], one for each shape that was measured. remarks: sentences that
+    belong to the numbers.
     """
-    if args.json:
-        everything = [
-            {"settings": settings, "results": [asdict(r) for r in results]}
+    for remark in remarks:
+        print(remark)
+    content = {
+        "bench": bench, "header": head, "remarks": list(remarks),
+        "points": [
+            {"settings": settings, "results": [_filled(r) for r in results]}
             for settings, results in points
-        ]
-        text = json.dumps({"bench": bench, "header": head, "points": everything}, indent=1)
-        Path(args.json).write_text(text + "\n")
+        ],
+    }
+    if args.json:
+        Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if args.plot:
-        _plot(args.plot, bench, head, points)
+        from figures import draw  # matplotlib is optional
+
+        draw(content, args.plot)
     print(json.dumps(summary(bench, head, points[0][1])), flush=True)
 
 
-def _plot(path: str, bench: str, head: dict, points: list) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(points), 2, figsize=(10, 0.8 + 2.4 * len(points)),
-                                   squeeze=False, layout="constrained")
-    for (settings, results), (left, right) in zip(points, axes, strict=True):
-        shown = [r for r in results if r.median_s is not None][::-1]
-        names, seconds = [r.name for r in shown], [r.median_s * 1e3 for r in shown]
-        spread = [[(r.median_s - r.low_s) * 1e3 for r in shown],
-                  [(r.high_s - r.median_s) * 1e3 for r in shown]]
-        bars = left.barh(names, seconds, xerr=spread)
-        left.bar_label(bars, fmt="%.0f", padding=3)
-        memory = [(r.peak_bytes or math.nan) / 2**20 for r in shown]
-        right.bar_label(right.barh(names, memory), fmt="%.0f", padding=3)
-        left.set_xlabel("ms, median and 20-80 %")
-        right.set_xlabel("MiB above the baseline")
-        left.set_title(", ".join(f"{k} {v}" for k, v in settings.items()), fontsize=8, loc="left")
-        for axis in (left, right):
-            axis.set_xscale("log")
-            axis.margins(x=0.15)
-    figure.suptitle(f"{bench} on {head['device']}, commit {head['commit']}", fontsize=9)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def _filled(result: Result) -> dict:
+    """A result without what wasn't measured."""
+    return {key: value for key, value in asdict(result).items() if value not in (None, "", {})}

@@ -6,6 +6,7 @@ JSONL, a JSON list, or an object with a list under "generations" (the d1 reposit
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+from bwsft import strict_json
 from bwsft.math_equality import same_spelling
 from bwsft.scoring import (
     format_number,
@@ -48,18 +50,24 @@ def question_key(question: str) -> str:
 
 def _number_text(token: str) -> str:
     """A JSON float as its shortest exact text, so that 18.0 reads "18" and 0.1 stays 0.1."""
-    return format_number(Fraction(token))
+    if not math.isfinite(float(token)) or len(token) > 400:
+        raise ValueError(f"{token[:40]} is no number of a sensible size")
+    # An exact 1e-999999999 has a billion digits, and no float below 1e-330 differs from 0.
+    return format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
 
 
 def _document(text: str, path: Path, line: int = 1):
     def refuse(name: str):
-        raise ValueError(f"{path}:{line}: {name} is no JSON value")
+        raise ValueError(f"{name} is no JSON value")
 
     try:
-        return json.loads(text, parse_float=_number_text, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        place = f"{path}:{line + error.lineno - 1}:{error.colno}"
-        raise ValueError(f"{place}: not valid JSON ({error.msg})") from error
+        return strict_json.parse(text, parse_float=_number_text, parse_constant=refuse)
+    except ValueError as error:
+        cause = error.__cause__
+        if isinstance(cause, json.JSONDecodeError):
+            place = f"{path}:{line + cause.lineno - 1}:{cause.colno}"
+            raise ValueError(f"{place}: not valid JSON ({cause.msg})") from error
+        raise ValueError(f"{path}:{line}: {str(error).removeprefix('is ')}") from error
 
 
 def read_records(path: Path | str) -> tuple[list[dict], dict]:
@@ -109,7 +117,7 @@ def _needed(record: dict, what: str, fields: tuple[str, ...], place: str):
     value, name = _pick(record, fields)
     if name is None:
         raise ValueError(f"{place} has no {what}: it needs one of {', '.join(fields)} "
-                         f"and has {', '.join(record) or 'nothing'}")
+                         f"and has {', '.join(record)[:200] or 'nothing'}")
     return value, name
 
 

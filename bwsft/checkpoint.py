@@ -16,17 +16,21 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from bwsft import __version__
-from bwsft.files import folder_atomic, sha256, write_atomic
+from bwsft import __version__, config_check, strict_json
+from bwsft import config as c
+from bwsft.backbones.base import Family
+from bwsft.files import folder_atomic, sha256, sweep, write_atomic
 from bwsft.optim import moments, restore_moments
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 STATE, MANIFEST = "state.json", "manifest.json"
-OPTIMIZER, ADAPTER = "optimizer.safetensors", "adapter_model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def save_checkpoint(run: Path, step: int, backbone, tokenizer, optimizer, state: dict) -> Path:
@@ -104,9 +108,9 @@ def problems(folder: Path, for_resume: bool = True) -> str | None:
     """
     manifest = folder / MANIFEST
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))
+        files = strict_json.read_object(manifest)
         expected = {folder / name: (f["bytes"], f["sha256"]) for name, f in files.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{manifest} cannot be read ({type(error).__name__})"
     for name in (STATE, OPTIMIZER):
         if name not in files:
@@ -155,19 +159,73 @@ def prune(newest: Path, keep_last: int) -> None:
     earlier = [folder for folder in folders if step_of(folder) <= step]
     for folder in later + (earlier[keep_last:] if keep_last else []):
         shutil.rmtree(folder)
-    for leftover in newest.parent.glob(".step-*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for place in (run, newest.parent):
+        sweep(place)
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What a state.json must hold; whoever saves may add to it."""
+
+    step: int
+    config: c.Config
+    data: str
+    family: Family
+    base: str | None = None
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read_state(folder: Path) -> dict:
-    """The state.json of a checkpoint folder; ValueError if it is not one of ours."""
+    """The state.json of a checkpoint folder, its config complete; ValueError if it is not ours."""
     path = Path(folder) / STATE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        state["step"], state["config"], state["data"], state["family"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        found = strict_json.read_object(path)
+        known = {f.name: found[f.name] for f in dataclasses.fields(_State) if f.name in found}
+        state = config_check.build(_State, known, STATE)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a bwsft checkpoint state ({error})") from None
-    return state
+    return {**found, **json.loads(json.dumps(dataclasses.asdict(state)))}  # lists, not tuples
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """The options of an adapter_config.json that decide what its tensors mean."""
+
+    peft_type: Literal["LORA"]
+    r: int
+    lora_alpha: float
+    target_modules: str | tuple[str, ...]
+    base_model_name_or_path: str | None = None
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
+    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
+
+
+# Where the adapter came from, or which layers it is on: the tensors' names say that better.
+_PROVENANCE = frozenset(
+    "auto_mapping inference_mode megatron_core peft_version qalora_group_size revision task_type "
+    "layers_pattern layers_to_transform exclude_modules fan_in_fan_out runtime_config eva_config"
+    " ensure_weight_tying".split()
+)
+
+
+def read_adapter_config(folder: Path | str) -> AdapterConfig:
+    """The adapter_config.json of a plain LoRA adapter (DoRA included); ValueError naming the field
+    for anything else, so that no option is dropped in silence."""
+    path = Path(folder) / ADAPTER_CONFIG
+    found = strict_json.read_object(path)
+    names = {field.name for field in dataclasses.fields(AdapterConfig)}
+    for name, value in found.items():
+        if name not in names | _PROVENANCE and value not in (None, False, "none", [], {}):
+            raise ValueError(f"{path}: option {name:.80} is not supported: merge it with peft")
+    known = {name: value for name, value in found.items() if name in names}
+    config = config_check.build(AdapterConfig, known, str(path))
+    if config.r < 1 or not config.lora_alpha > 0:
+        raise ValueError(f"{path}: r and lora_alpha must be positive")
+    return config
 
 
 def load_adapter_weights(folder: Path, backbone) -> None:
@@ -192,7 +250,16 @@ def load_adapter_weights(folder: Path, backbone) -> None:
 
 def load_optimizer(folder: Path, backbone, optimizer) -> None:
     """Put the moments of a checkpoint into a fresh optimizer of the same run."""
-    restore_moments(backbone, optimizer, _read(Path(folder) / OPTIMIZER))
+    path = Path(folder) / OPTIMIZER
+    tensors = _read(path)
+    kinds: dict[str, set[str]] = {}
+    for full in tensors:
+        name, _, kind = full.rpartition(".")
+        kinds.setdefault(name, set()).add(kind)
+    for name, found in kinds.items():
+        if found != {"step", "exp_avg", "exp_avg_sq"}:
+            raise ValueError(f"{path} does not hold AdamW's state of {name:.200}: {sorted(found)}")
+    restore_moments(backbone, optimizer, tensors)
 
 
 def _read(path: Path) -> dict:
@@ -219,4 +286,6 @@ def locate(model: str) -> tuple[str, dict | None]:
         raise ValueError(f"{path} is not a whole checkpoint: {fault}")
     if (path / STATE).exists():
         return str(path), read_state(path)
+    if (path / ADAPTER_CONFIG).exists() and not read_adapter_config(path).base_model_name_or_path:
+        raise ValueError(f"{path / ADAPTER_CONFIG} names no base_model_name_or_path: add it")
     return (str(path) if path.exists() else model), None

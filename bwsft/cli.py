@@ -16,6 +16,7 @@ commands
   trace          draw how an answer was unmasked
   compare        decode in several context modes and compare
   export         merge a run's adapter and write a model folder
+  experiment     the paper's comparisons: table, equal-tokens, block-grid, ...
   demo           base accuracy, Blockwise SFT, accuracy after, in five minutes
 
 `bwsft COMMAND --help` lists the options of a command."""
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         "trace": _trace,
         "compare": _compare,
         "export": _export,
+        "experiment": _experiment,
         "demo": _demo,
     }
     from bwsft.presets import PRESETS
@@ -106,6 +108,14 @@ def _export(argv: list[str]) -> int:
     from bwsft.export import ExportOptions, run_export
 
     return run_export(tyro.cli(ExportOptions, args=argv, prog="bwsft export"))
+
+
+def _experiment(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.experiments.command import ExperimentOptions, run_experiment
+
+    return run_experiment(tyro.cli(ExperimentOptions, args=argv, prog="bwsft experiment"))
 
 
 def _demo(argv: list[str]) -> int:

@@ -88,6 +88,18 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class WatchConfig:
+    """The spike guard. A loss or gradient that is not finite always stops the run."""
+
+    spike_factor: float = 10.0
+    """A loss or gradient norm this many times its running median is a spike; 0 turns it off."""
+    spike_action: Literal["warn", "skip", "stop"] = "warn"
+    """Report a spike and go on; leave its update out; or end the run before it."""
+    spike_window: int = 64
+    """Updates in the running median; the guard waits for a quarter of them."""
+
+
+@dataclass(frozen=True)
 class InitConfig:
     """Shape of the small random LLaDA that is built when no model is given."""
 
@@ -131,7 +143,8 @@ class Config:
     context: Literal["exact", "cached", "block_causal"] = "exact"
     """How the active block's context is computed, in training and then in decoding."""
     draws_per_context: int = 1
-    """Masks drawn and trained on per context pass (cached)."""
+    """Masks of the same block drawn per visit, which trains on their mean: cached, per context
+    pass; exact, each with a forward and backward of its own."""
     batch_size: int = 32
     """Sequences per optimiser update."""
     micro_batch_size: int = 32
@@ -144,20 +157,28 @@ class Config:
     """Recompute activations in the backward pass: less memory, a third more compute."""
     device: str = "auto"
     """auto: a CUDA device if there is one, else the CPU."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """With several processes (torchrun): every one holds the model, or a share of it (FSDP2)."""
+    profile: int = 0
+    """Steps to write a torch profiler trace of, after three of warm-up; 0 for none."""
+    trackers: str | None = None
+    """Also log to tensorboard, wandb, mlflow (names, comma between them)."""
     dataset: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     init: InitConfig = field(default_factory=InitConfig)
 
 
 ONE = "steps block_size gen_length max_length batch_size micro_batch_size draws_per_context"
-ONE = [*ONE.split(), "save_every", "eval.draws", "dataset.limit"]
+ONE = [*ONE.split(), "save_every", "eval.draws", "dataset.limit", "watch.spike_window"]
 ONE += ["objective.soft_masked.buckets", "objective.rdm.levels"]
 LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
-    ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip"], 0
+    ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip", "profile"], 0
 )
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 def run_folder(config: Config) -> Path:
@@ -190,8 +211,15 @@ def validate(config: Config) -> None:
 
 def _validate_context(config: Config) -> None:
     objective = config.objective
-    if config.draws_per_context > 1 and config.context != "cached":
-        raise ValueError("--draws-per-context above 1 needs --context cached")
+    if config.draws_per_context > 1 and (
+        config.context == "block_causal"
+        or not objective.context_grad
+        or objective.name not in ("blockwise", "classical")
+    ):
+        raise ValueError(
+            "--draws-per-context above 1 needs --context cached, or exact with gradients through "
+            "the context, and blockwise or classical SFT"
+        )
     if objective.pairs and config.draws_per_context % 2:
         raise ValueError("--objective.pairs needs an even --draws-per-context")
     if config.context == "exact":
@@ -209,10 +237,23 @@ def _validate_context(config: Config) -> None:
             "--context block_causal trains every block behind a clean prefix, with no suffix: "
             "leave --objective.blocks, prefix-noise and suffix-leak as they are"
         )
+    if config.context == "block_causal" and objective.weight == "discrete":
+        raise ValueError("--objective.weight discrete is for --context exact and cached")
+
+
+def tracker_names(config: Config) -> list[str]:
+    """The trackers that --trackers names; ValueError for one that is unknown."""
+    names = [name.strip() for name in (config.trackers or "").split(",") if name.strip()]
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise ValueError(f"--trackers {unknown[0]} is unknown; known are {', '.join(TRACKERS)}")
+    return list(dict.fromkeys(names))
 
 
 def _validate_groups(config: Config) -> None:
     optim, lora = config.optim, config.lora
+    tracker_names(config)
+    if config.watch.spike_factor and config.watch.spike_factor <= 1:
+        raise ValueError("--watch.spike-factor must be above 1, or 0 to turn the guard off")
     validate_objective(config.objective)
     if not (0 < optim.lr and 0 <= optim.warmup <= 1 and 0 <= optim.floor <= 1):
         raise ValueError("--optim needs lr > 0, and warmup and floor in [0, 1]")

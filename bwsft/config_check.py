@@ -20,9 +20,10 @@ _NAMES = {
 def build(cls: type[T], values: Any, where: str, path: str = "") -> T:
     """An instance of dataclass `cls` from a parsed JSON object; nested dataclasses are objects.
 
-    Annotations may be bool, int, float, str, None, Literal, tuple[X, ...], a dataclass, and unions
-    of these. Numbers stay numbers: no "1" for 1, no true for 1, no NaN; whole numbers fit in 64
-    bits. Raises ValueError naming `where` and the field, also for an unknown or a missing one.
+    Annotations may be bool, int, float, str, None, Literal, tuple[X, ...], dict[str, X], a
+    dataclass, and unions of these. Numbers stay numbers: no "1" for 1, no true for 1, no NaN;
+    whole numbers fit in 64 bits. Raises ValueError naming `where` and the field, also for an
+    unknown or a missing one.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{where}: {path.rstrip('.') or 'the file'} must be an object")
@@ -35,18 +36,22 @@ def build(cls: type[T], values: Any, where: str, path: str = "") -> T:
             raise ValueError(f"{where}: field {path}{name} is missing")
     hints = typing.get_type_hints(cls)
     return cls(
-        **{k: _value(hints[k], value, where, f"{path}{k}") for k, value in values.items()}
+        **{k: convert(hints[k], value, where, f"{path}{k}") for k, value in values.items()}
     )
 
 
-def _value(hint: Any, value: Any, where: str, path: str) -> Any:
+def convert(hint: Any, value: Any, where: str, path: str) -> Any:
+    """`value` as annotation `hint` wants it; ValueError naming `where` and `path` otherwise."""
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
     for option in options:
         if dataclasses.is_dataclass(option) and (isinstance(value, dict) or len(options) == 1):
             return build(option, value, where, f"{path}.")
         if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
             inner = typing.get_args(option)[0]
-            return tuple(_value(inner, v, where, f"{path}[{i}]") for i, v in enumerate(value))
+            return tuple(convert(inner, v, where, f"{path}[{i}]") for i, v in enumerate(value))
+        if typing.get_origin(option) is dict and isinstance(value, dict):
+            inner = typing.get_args(option)[1]
+            return {k: convert(inner, v, where, f"{path}.{k:.40}") for k, v in value.items()}
         if _fits(option, value):
             return float(value) if option is float else value
     wanted = " or ".join(map(_name, options))

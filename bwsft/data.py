@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bwsft import records, templates, token_cache
+from bwsft import records, strict_json, templates, token_cache
 from bwsft.packing import Batch, CanvasLayout, Example, order, pack, slots, split_holdout
 from bwsft.templates import Template, load_tokenizer, mask_id_for
 
@@ -160,7 +160,7 @@ def load_set(
 
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
-    files = (records.__file__, templates.__file__, __file__)
+    files = (records.__file__, strict_json.__file__, templates.__file__, __file__)
     code = [Path(file).read_bytes() for file in files]
     parts = [source, tokenizer, options.template, options.on_bad, options.exclude_type]
     parts += [hashlib.sha256(text).hexdigest() for text in code]

@@ -104,16 +104,21 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def solve(
-    trained: Trained, problems: list[dict], config: c.Config, name: str
+    trained: Trained,
+    problems: list[dict],
+    config: c.Config,
+    name: str,
+    context: str | None = None,
 ) -> tuple[list[bool], list[Generation]]:
-    """Decode the problems; (which are right, the generations)."""
+    """Decode the problems in `context`, by default the model's own; (which are right, the
+    generations)."""
     template = d.Template(trained.tokenizer, config.dataset.template)
     prompts = template.encode_prompts([p["query"] for p in problems])
     decode = DecodeConfig(
         gen_length=config.gen_length,
         block_size=config.block_size,
         batch_size=50,
-        context=trained.state["config"]["context"] if trained.state else "exact",
+        context=context or (trained.state["config"]["context"] if trained.state else "exact"),
     )
     results: list = [None] * len(problems)
     stream = decode_stream(trained.backbone, prompts, decode, trace=True)

@@ -108,6 +108,8 @@ def keep_code(config, origin: str | None, folder: Path) -> None:
     named = getattr(config, "auto_map", None)
     if not named:
         return
+    if not all(re.fullmatch(r"([\w./-]+--)?\w+\.\w+", target) for target in named.values()):
+        raise ValueError(f"auto_map of {origin}'s config.json names no classes: {named}")
     files = {f"{target.split('.')[0]}.py" for target in named.values() if "--" not in target}
     source = Path(origin or "")
     if origin and all((source / file).is_file() for file in files):

@@ -38,7 +38,8 @@ class JsonLog:
             os.fsync(self._handle.fileno())
 
     def close(self) -> None:
-        self._handle.close()
+        with naming(self.path):  # it may have to write the rest of a line first
+            self._handle.close()
 
 
 def read_log(path: Path) -> list[dict]:
@@ -55,7 +56,7 @@ def read_log(path: Path) -> list[dict]:
             step = record["step"]
         except (ValueError, TypeError, KeyError):
             step = None
-        if type(step) is not int:
+        if type(step) is not int or not 0 <= step < 2**53:
             raise ValueError(f"{path}, line {number} is not a record with a step: remove the line")
         records.append(record)
     return records

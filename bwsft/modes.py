@@ -3,7 +3,7 @@
 A mode takes a packed batch on the host and yields one `Loss` per backward. Their sums add up to the
 sum over the batch's sequences, so that a step divides by sequences alone, whatever the mode. No
 graph outlives its backward. `run` is a bwsft.run.Run: its backbone, spec, device, autocast and
-corrupt(batch, draw), the objective's masks of one of the visit's draws.
+corrupt(batch, draw, [block]), the objective's masks of one of the visit's draws.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from bwsft_kernels.block_mask import MaskedBatch, block_mask
 from torch import Tensor
 
 from bwsft.context import Context, Span
+from bwsft.objectives.blockwise import every_block
 from bwsft.objectives.nelbo import State
 
 
@@ -43,24 +45,33 @@ class Mode:
     """Every active block is full, as the `fixed` canvas makes it."""
     prune: bool = True
     """The rows that bear loss lie in one block, much shorter than the row."""
+    all_blocks: bool = False
+    """A visit trains every block of an example, one after the other, and not one of them."""
 
     def losses(self, run, batch) -> Losses:
         """Weighted sums whose total is the batch's."""
         if self.name == "block_causal":
-            return block_causal(run, batch)
-        if self.name == "exact" and self.context_grad:
-            return self.exact(run, batch.to(run.device))
-        return self.frozen(run, batch.to(run.device))
+            yield from block_causal(run, batch)
+            return
+        part = self.exact if self.name == "exact" and self.context_grad else self.frozen
+        if not self.all_blocks:
+            batch = batch.to(run.device)
+            yield from part(run, partial(run.corrupt, batch))
+            return
+        for some, block in every_block(batch, run.spec):
+            yield from part(run, partial(run.corrupt, some.to(run.device), block=block))
 
-    def exact(self, run, batch) -> Losses:
-        """One forward and backward over the whole canvas; the last layer for the block alone."""
-        noisy, masked = run.corrupt(batch, 0)
-        context = Context(self.span(masked, run.spec)) if self.prune else None
-        with run.autocast():
-            total = run.backbone(noisy, *loss_rows(masked), context)
-        yield Loss(total, masked.num_rows, masked.block_length.sum())
+    def exact(self, run, corrupt) -> Losses:
+        """A forward and backward over the whole canvas per draw; the last layer for the block
+        alone."""
+        for draw in range(self.draws):
+            noisy, masked = corrupt(draw)
+            context = Context(self.span(masked, run.spec)) if self.prune else None
+            with run.autocast():
+                total = run.backbone(noisy, *loss_rows(masked), context) / self.draws
+            yield Loss(total, masked.num_rows, masked.block_length.sum())
 
-    def frozen(self, run, batch) -> Losses:
+    def frozen(self, run, corrupt) -> Losses:
         """A context pass without autograd, then `draws` passes over the active rows against it.
 
         `cached` hides the whole active block from the context, as the cached decoder does on
@@ -68,7 +79,7 @@ class Mode:
         """
         context = None
         for draw in range(self.draws):
-            noisy, masked = run.corrupt(batch, draw)
+            noisy, masked = corrupt(draw)
             with run.autocast():
                 if context is None:
                     context = self.freeze(run, noisy, self.span(masked, run.spec))
@@ -154,7 +165,8 @@ def block_causal(run, batch) -> Losses:
     """Every block of every response supervised by one forward and backward.
 
     Block k of a visit has its own rate and marks (draw = visit * M + k) and weight 1 / (M * count),
-    so that a sequence's weights sum to 1 as in the other modes. `batch` is on the host.
+    so that a sequence's weights sum to 1 as in the other modes, or to M with block_factor "sum".
+    `batch` is on the host.
     """
     spec = run.spec
     blocks = block_lengths(batch, spec)
@@ -174,7 +186,9 @@ def block_causal(run, batch) -> Losses:
     )
     one = one_pass(batch, spec, masked.noisy_ids)
     block_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    weight = masked.row_weight / per_row[owner][block_of[masked.rows]]
+    weight = masked.row_weight
+    if spec.block_factor == "mean":
+        weight = weight / per_row[owner][block_of[masked.rows]]
     rows = (x.to(run.device) for x in (one.noisy[masked.rows], masked.row_target, weight))
     with run.autocast():
         total = run.backbone(one.to(run.device), *rows)

@@ -7,6 +7,18 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class DiscreteConfig:
+    """--objective.weight discrete: one time t of 1..T per draw, mask rate t/T (Theorem 3.3)."""
+
+    steps: int = 1000
+    """T, at most 65536."""
+    omega: Literal["elbo", "one"] = "elbo"
+    """omega_t: 1/t, the bound of a linear schedule, or 1. The loss estimates the sum over t."""
+    sample: Literal["uniform", "omega"] = "uniform"
+    """t uniform with weight T omega_t, or by its omega_t with weight Z = the sum of omega_t."""
+
+
+@dataclass(frozen=True)
 class MdlmConfig:
     """--objective.name mdlm: MDLM's objective on the response."""
 
@@ -71,11 +83,17 @@ class ObjectiveConfig:
     name: Literal["blockwise", "classical", "mdlm", "soft_masked", "rdm", "two_step"] = "blockwise"
     """Blockwise SFT; classical SFT (Bernoulli masks over the whole response); or one of the other
     objectives of the paper's table, each with its own group of options."""
-    blocks: Literal["uniform", "traversal", "sequential"] = "uniform"
-    """Active block of a visit: with replacement; each block once per traversal of the
-    example, in random order; each block in turn from the left."""
-    weight: Literal["count", "rate", "flat"] = "count"
-    """Row weight: 1 / masked tokens; 1 / (mask rate x block length); 1 / block length."""
+    blocks: Literal[
+        "uniform", "length", "rising", "falling", "traversal", "sequential", "each", "all"
+    ] = "uniform"
+    """Active block of a visit. With replacement: uniform, or with chances rho by length, rising or
+    falling from left to right, which the weight 1/rho corrects. traversal: each block once per
+    traversal of the example, in random order; sequential: each block in turn from the left; each:
+    an epoch is every block of every example once, in random order (EQUAL-TOKENS); all: every block
+    at every visit, at the cost of as many forwards and backwards."""
+    weight: Literal["count", "rate", "flat", "discrete"] = "count"
+    """Row weight: 1 / masked tokens; 1 / (mask rate x block length); 1 / block length; or omega_t
+    of a time t = 1..T (--objective.discrete), over the block length."""
     empty: Literal["last", "skip"] = "last"
     """A draw that masks nothing masks the block's last token, or weighs nothing."""
     block_factor: Literal["mean", "sum"] = "mean"
@@ -93,6 +111,7 @@ class ObjectiveConfig:
     context_grad: bool = True
     """False takes the context as a constant in exact mode (the paper's Algorithm 1, line 8, read
     literally)."""
+    discrete: DiscreteConfig = field(default_factory=DiscreteConfig)
     mdlm: MdlmConfig = field(default_factory=MdlmConfig)
     soft_masked: SoftMaskedConfig = field(default_factory=SoftMaskedConfig)
     rdm: RdmConfig = field(default_factory=RdmConfig)
@@ -100,27 +119,17 @@ class ObjectiveConfig:
 
 
 BLOCKWISE_ONLY = (
-    "blocks weight empty block_factor prefix_noise suffix_leak pairs context_grad".split()
+    "blocks weight discrete empty block_factor prefix_noise suffix_leak pairs context_grad".split()
 )
+GROUPS = "mdlm soft_masked rdm two_step".split()
 
 
 def validate(objective: ObjectiveConfig) -> None:
     """Raise ValueError, naming the flag, for values that no run can use."""
     if not 0 < objective.low <= objective.high <= 1:
         raise ValueError("--objective.low and --objective.high must satisfy 0 < low <= high <= 1")
-    if objective.weight != "count" and objective.empty == "last":
-        raise ValueError(
-            f"--objective.weight {objective.weight} needs --objective.empty skip: masking the "
-            "last token of an empty draw biases every weight but 1/count"
-        )
-    if objective.name not in ("blockwise", "classical"):
-        plain = ObjectiveConfig()
-        for name in BLOCKWISE_ONLY:
-            if getattr(objective, name) != getattr(plain, name):
-                raise ValueError(
-                    f"--objective.{name.replace('_', '-')} belongs to blockwise and classical "
-                    f"SFT; --objective.name {objective.name} has its own group of options"
-                )
+    _validate_weight(objective)
+    _refuse_options_of_others(objective)
     shares = {
         "prefix-noise": objective.prefix_noise,
         "suffix-leak": objective.suffix_leak,
@@ -131,3 +140,42 @@ def validate(objective: ObjectiveConfig) -> None:
     for name, value in shares.items():
         if not 0 <= value <= 1:
             raise ValueError(f"--objective.{name} must lie in [0, 1]")
+
+
+def _validate_weight(objective: ObjectiveConfig) -> None:
+    weight, plain = objective.weight, ObjectiveConfig()
+    if weight != "count" and objective.empty == "last":
+        raise ValueError(
+            f"--objective.weight {weight} needs --objective.empty skip: masking the last token of "
+            "an empty draw biases every weight but 1/count"
+        )
+    if weight in ("rate", "discrete") and objective.pairs:
+        raise ValueError(
+            f"--objective.pairs can't go with --objective.weight {weight}: the complement's rate "
+            "is not the one that is weighed; use weight count or flat"
+        )
+    if weight == "discrete" and (objective.low, objective.high) != (plain.low, plain.high):
+        raise ValueError(
+            "--objective.low and --objective.high bound continuous rates: leave them as they are "
+            "with --objective.weight discrete, whose rates are t/T"
+        )
+    if weight != "discrete" and objective.discrete != plain.discrete:
+        raise ValueError("--objective.discrete needs --objective.weight discrete")
+    if not 1 <= objective.discrete.steps <= 1 << 16:
+        raise ValueError("--objective.discrete.steps must lie in [1, 65536]")
+
+
+def _refuse_options_of_others(objective: ObjectiveConfig) -> None:
+    """An option that the chosen objective would ignore must stay as it is."""
+    plain = ObjectiveConfig()
+    idle = {name: f"--objective.name {name}" for name in GROUPS if name != objective.name}
+    if objective.name in GROUPS:
+        idle |= dict.fromkeys(BLOCKWISE_ONLY, "blockwise and classical SFT")
+    if objective.name == "rdm":
+        idle |= dict.fromkeys(("low", "high"), "objectives without levels")
+    for name, home in idle.items():
+        if getattr(objective, name) != getattr(plain, name):
+            raise ValueError(
+                f"--objective.{name.replace('_', '-')} belongs to {home}; leave it as it is with "
+                f"--objective.name {objective.name}"
+            )

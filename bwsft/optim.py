@@ -39,6 +39,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     )
 
 
+def clip(model: nn.Module, limit: float) -> float:
+    """Scale the gradients down to a norm of at most `limit` (0: leave them) and return their norm
+    before that. Sharded gradients count as a whole."""
+    norm = torch.nn.utils.clip_grad_norm_(trainable(model).values(), limit or float("inf"))
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Optimiser state as flat tensors, `name.exp_avg` and so on: safetensors can hold it."""
     return {
@@ -66,6 +73,19 @@ def restore_moments(model: nn.Module, optimizer, tensors: dict[str, torch.Tensor
                 f"the checkpoint's optimiser state for {name} has shape "
                 f"{tuple(state['exp_avg'].shape)}, the model has {tuple(p.shape)}"
             )
-        # Copied: what safetensors reads is a view of the file, which would stay on the disk. (The
-        # step counter belongs on the parameter's device too, as fused AdamW on CUDA has it.)
-        optimizer.state[p] = {k: v.to(p.device, copy=True) for k, v in state.items()}
+        optimizer.state[p] = {k: _placed(v, p) for k, v in state.items()}
+
+
+def _placed(value: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
+    """A whole saved tensor on p's device, and of this rank its shard if p is sharded.
+
+    Copied: what safetensors reads is a view of the file, which would stay on the disk. (The step
+    counter belongs on the parameter's device too, as fused AdamW on CUDA has it.)
+    """
+    value = value.to(p.device, copy=True)
+    if value.dim() == 0 or not hasattr(p, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # a second to import
+
+    # Without a source rank nothing is sent: every rank has read the file.
+    return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)

@@ -32,6 +32,9 @@ class CanvasLayout:
     gen_length; a response longer than gen_length ends at its own next block boundary. `response`:
     nothing. `padded`: EOS to max_length, visible and not counted as response. The block grid
     starts at the response's first token, or at the row's first token ("absolute").
+
+    `fill` False (`fixed` only) lays [MASK] behind the end token at once: what a decoder that has
+    not come so far sees, and scores at several block sizes then count the same tokens.
     """
 
     mask_id: int
@@ -41,6 +44,7 @@ class CanvasLayout:
     gen_length: int = 128
     max_length: int = 256
     block_origin: str = "response"
+    fill: bool = True
 
     def __post_init__(self) -> None:
         if self.canvas not in CANVASES:
@@ -66,7 +70,7 @@ class CanvasLayout:
             return response, self.max_length
         start = prompt if self.block_origin == "absolute" else 0
         filled = -(-(start + response) // self.block_size) * self.block_size - start
-        return filled, prompt + max(filled, self.gen_length)
+        return filled if self.fill else response, prompt + max(filled, self.gen_length)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,24 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return self.prompt_lengths.numel()
+
+    def select(self, keep: Sequence[int]) -> "Batch":
+        """The sequences with these numbers, in this order. For a batch on the host."""
+        if list(keep) == list(range(self.num_sequences)):
+            return self
+        starts = self.cu_seqlens.tolist()
+        lengths = [starts[s + 1] - starts[s] for s in keep]
+        tokens = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in keep])
+        return Batch(
+            ids=self.ids[tokens],
+            cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+            prompt_lengths=self.prompt_lengths[keep],
+            response_lengths=self.response_lengths[keep],
+            sample_ids=self.sample_ids[keep],
+            position_ids=self.position_ids[tokens],
+            visits=self.visits[keep],
+            max_length=max(lengths),
+        )
 
     def to(self, device: torch.device | str) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -32,7 +32,7 @@ class ResultFile:
         try:
             record = json.loads(line)
             return (record["run"], record["question"]) == (self.run, question)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def keep(self, count: int) -> None:

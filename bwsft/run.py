@@ -31,7 +31,7 @@ from bwsft.checkpoint import (
 from bwsft.files import folder_atomic, write_atomic
 from bwsft.models import ModelPlan, own_memory, pick_device, plan_model, plan_tokenizer
 from bwsft.modes import Losses, Mode, whole_response
-from bwsft.objectives import blockwise, classical, mdlm
+from bwsft.objectives import blockwise, classical, mdlm, rdm, soft_masked, two_step
 from bwsft.objectives.drawn import Place
 from bwsft.optim import make_optimizer, trainable
 from bwsft.training_data import FIXED_SEED, TrainingData, plan_data
@@ -75,10 +75,11 @@ class Run:
     base: str | None
     """Model that an adapter belongs to; None for full fine-tuning."""
 
-    def corrupt(self, batch: d.Batch, draw: int):
-        """(noisy batch, MaskedBatch) of one of the visit's draws."""
-        order, draws = self.config.objective.blocks, self.config.draws_per_context
-        return self.objective.corrupt(batch, self.spec, order, draw, draws)
+    def corrupt(self, batch: d.Batch, draw: int, block: int | None = None):
+        """(noisy batch, MaskedBatch) of one of the visit's draws, of this block if one is given."""
+        choice, draws = self.config.objective, self.config.draws_per_context
+        more = {"block": block, "levels": blockwise.levels_of(choice)}
+        return self.objective.corrupt(batch, self.spec, choice.blocks, draw, draws, **more)
 
     def losses(self, batch: d.Batch, step: int, first: int) -> Losses:
         """The losses of a micro-batch; `first` is the place of its first sequence in the update."""
@@ -178,6 +179,7 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
             context_grad=config.objective.context_grad,
             even=config.dataset.canvas == "fixed" and family.block_origin == "response",
             prune=config.objective.name == "blockwise",
+            all_blocks=config.objective.blocks == "all",
         ),
         spec=(objective if options is None else classical).mask_spec(config, family),
         eval_spec=dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED),
@@ -193,7 +195,9 @@ def pick_objective(config: c.Config, family: Family, data: TrainingData) -> tupl
     """(module, its options; None for those that go through the context modes)."""
     if config.objective.name in ("blockwise", "classical"):
         return {"blockwise": blockwise, "classical": classical}[config.objective.name], None
-    objective = {"mdlm": mdlm}[config.objective.name]
+    objective = {"mdlm": mdlm, "rdm": rdm, "soft_masked": soft_masked, "two_step": two_step}[
+        config.objective.name
+    ]
     return objective, objective.prepare(config, family, data.responses())
 
 
@@ -239,6 +243,6 @@ def banner(run: Run) -> None:
         f"parameters train; {run.device}, {kernels} kernels\n"
         f"canvas {config.gen_length} = {config.gen_length // config.block_size} blocks x "
         f"{config.block_size}; batch {config.batch_size} = {config.batch_size // micro} x {micro}; "
-        f"{config.steps} steps = {config.steps * config.batch_size / len(data.train_index):.2f} "
+        f"{config.steps} steps = {config.steps * config.batch_size / data.epoch:.2f} "
         f"epochs of {len(data.train_index):,} examples, {len(data.holdout_index)} held out"
     )

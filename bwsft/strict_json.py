@@ -61,6 +61,15 @@ def read_text(path: Path | str) -> str:
         raise OSError(f"{path} cannot be read ({error.strerror})") from error
 
 
+def check_regular(folder: Path) -> None:
+    """ValueError if the folder of a model or tokenizer holds a pipe, device or folder by the name
+    of a file that a library would open: reading a pipe waits for ever."""
+    for pattern in ("*.json", "*.jinja", "*.safetensors"):
+        for path in folder.glob(pattern):
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is not a file: remove it, or copy the folder again")
+
+
 def read_object(path: Path | str) -> dict[str, Any]:
     """The JSON object in a file; errors as `read_text` and `parse`, naming the file."""
     path = Path(path)

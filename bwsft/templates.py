@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bwsft.records import Record
+from bwsft.strict_json import check_regular
 
 NAMES = ("metamath", "chat", "none")
 # The instruction of MetaMath, as one line before the blank line, as its code has it.
@@ -44,12 +45,16 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ValueError(f"tokenizer folder {path} doesn't exist")
     if folder.is_file():
         raise ValueError(f"{path} is a file; give the folder that holds tokenizer.json")
+    if folder.is_dir():
+        check_regular(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
     except Exception as error:  # tokenizers raises bare Exception, the hub a family of its own
         reason = str(error).strip().split("\n")[0]
         what = path if folder.is_dir() else f"{path} (no such folder, so taken as a Hub id)"
         raise ValueError(f"can't load a tokenizer from {what}: {reason}") from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ValueError(f"tokenizer {path}: model_max_length is no number; mend its config")
     if tokenizer.eos_token_id is None:
         special = _special_tokens(tokenizer)
         eos = next((name for name in EOS_NAMES if name in special), None)

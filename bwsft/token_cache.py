@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bwsft import strict_json
 from bwsft.files import write_atomic
 
 Arrays = dict[str, np.ndarray]
@@ -46,7 +47,7 @@ def load(path: Path) -> tuple[Arrays, dict[str, Any]] | None:
         arrays, facts = _map(path)
         if content_digest(arrays) != facts["digest"]:
             raise ValueError("its content doesn't match its digest")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # a wrong type anywhere in its header: it is built again anyway
         warnings.warn(f"rebuilding the damaged token cache {path}: {error}", stacklevel=2)
         return None
     return arrays, facts
@@ -54,17 +55,21 @@ def load(path: Path) -> tuple[Arrays, dict[str, Any]] | None:
 
 def _map(path: Path) -> tuple[Arrays, dict[str, Any]]:
     """A safetensors file is 8 bytes of header length, a JSON header, then the tensors' bytes."""
+    if not path.is_file():
+        raise ValueError("it is not a file")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
             raise ValueError("its header is cut short")
-        header = json.loads(file.read(length))
-    facts = json.loads(header.pop("__metadata__")["facts"])
+        header = strict_json.parse(file.read(length))
+    facts = strict_json.parse(header.pop("__metadata__")["facts"])
     arrays = {}
     for name, entry in header.items():
         dtype, (count,) = DTYPES[entry["dtype"]], entry["shape"]
         start = 8 + length + entry["data_offsets"][0]
+        if not 8 + length <= start <= size - count * dtype.itemsize or count < 0:
+            raise ValueError(f"{name} lies outside the file")
         if count:  # an empty array can't be mapped
             arrays[name] = np.memmap(path, dtype, mode="r", offset=start, shape=(count,))
         else:

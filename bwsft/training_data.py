@@ -26,6 +26,14 @@ class TrainingData:
     train_index: np.ndarray
     holdout_index: np.ndarray
     layout: d.CanvasLayout
+    each: np.ndarray | None = None
+    """[R, 3] (example, block, blocks of the example): an epoch is these rows in random order, not
+    the examples (--objective.blocks each)."""
+
+    @property
+    def epoch(self) -> int:
+        """Sequences of one epoch."""
+        return len(self.train_index if self.each is None else self.each)
 
     @property
     def fingerprint(self) -> str:
@@ -33,8 +41,12 @@ class TrainingData:
 
     def slots(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
         """(example index, earlier visits) of every sequence of optimiser update `step`."""
-        slots = d.slots(step, batch_size, len(self.train_index), seed)
-        return [(int(self.train_index[i]), visit) for i, visit in slots]
+        slots = d.slots(step, batch_size, self.epoch, seed)
+        if self.each is None:
+            return [(int(self.train_index[i]), visit) for i, visit in slots]
+        # A traversal is M visits: the objective finds block and traversal in the visit's number.
+        rows = [(self.each[i].tolist(), epoch) for i, epoch in slots]
+        return [(example, epoch * blocks + turn) for (example, turn, blocks), epoch in rows]
 
     def pack(self, slots: list[tuple[int, int]]) -> d.Batch:
         return d.pack([self.examples.example(i, visit) for i, visit in slots], self.layout)
@@ -93,4 +105,17 @@ def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
             "examples to train on"
         )
     split = d.split_holdout(len(examples), config.dataset.holdout, FIXED_SEED)
-    return TrainingData(examples, *split, layout)
+    each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
+    return TrainingData(examples, *split, layout, each)
+
+
+def every_block(examples: d.TokenizedSet, index: np.ndarray, layout: d.CanvasLayout) -> np.ndarray:
+    """Rows (example, block, blocks of the example) of one traversal of the examples at `index`."""
+    rows = []
+    for i in index.tolist():
+        prompt, response = examples.lengths(i)
+        into = prompt % layout.block_size if layout.block_origin == "absolute" else 0
+        filled, _ = layout.lengths(prompt, response)
+        blocks = -(-(into + filled) // layout.block_size)
+        rows += [(i, turn, blocks) for turn in range(blocks)]
+    return np.array(rows)

@@ -68,6 +68,15 @@ def batches(draw):
     elif chance == "block_weights":
         weights = st.lists(st.integers(1, 2**24 - 1), min_size=23 * size, max_size=23 * size)
         options["block_weights"] = torch.tensor(draw(weights)).long().view(size, 23)
+    more = dict(
+        block_draw=st.integers(0, 2**32 - 1),
+        rate=st.sampled_from([0, 1, 2**23, 2**24]) | st.integers(0, 2**24),
+        factor=st.floats(0, 1e6),
+    )
+    for name in draw(st.sets(st.sampled_from(sorted(more)))):
+        values = draw(st.lists(more[name], min_size=size, max_size=size))
+        dtype = torch.float64 if name == "factor" else torch.int64
+        options[name] = torch.tensor(values, dtype=dtype)
     return packed, cu, padded, options
 
 
@@ -185,13 +194,45 @@ def test_wide_blocks_are_classical_sft():
         assert torch.equal(wider.labels, batch.labels)
 
 
+def test_a_given_rate_replaces_the_drawn_one_and_a_factor_scales_the_weights():
+    ids, prompt, response = uniform_batch(40, 2, 15)
+    for weight, pairs in (("count", True), ("rate", False), ("flat", True)):
+        spec = MaskSpec(5, MASK, seed=3, low=0.2, weight=weight, empty="skip", pairs=pairs)
+        drawn = block_mask(ids, prompt, response, spec)
+        rate = (drawn.rate * 2**24).long()
+        factor = torch.rand(40, dtype=torch.float64, generator=torch.manual_seed(0)) + 0.5
+        # The law of the drawn marks needs the rate alone: other bounds change nothing.
+        other = replace(spec, low=0.9)
+        given = block_mask(ids, prompt, response, other, rate=rate)
+        assert_same(given, drawn)
+        scaled = block_mask(ids, prompt, response, spec, factor=factor)
+        assert torch.equal(scaled.labels, drawn.labels)
+        n = int(drawn.num_rows)
+        expected = drawn.row_weight[:n] * factor[drawn.rows[:n] // 17]
+        torch.testing.assert_close(scaled.row_weight[:n].double(), expected, rtol=1.2e-7, atol=0)
+
+
+def test_block_draw_chooses_the_block_and_nothing_else():
+    ids, prompt, response = uniform_batch(60, 2, 15)
+    spec, draw = MaskSpec(5, MASK, seed=3), torch.arange(60)
+    third = block_mask(ids, prompt, response, spec, draw=3)
+    mixed = block_mask(ids, prompt, response, spec, draw=draw, block_draw=3)
+    given = block_mask(ids, prompt, response, spec, draw=draw, block=third.block)
+    assert len(set(third.block.tolist())) == 3
+    assert_same(mixed, given)
+
+
 def test_nothing_synchronises():
     """On the meta device any read of a value raises, so this runs only if there is none."""
     ids, prompt, response = (t.to("meta") for t in uniform_batch(4, 3, 9))
     spec = MaskSpec(4, MASK, prefix_noise=0.1, suffix_leak=0.1, pairs=True)
     weights = torch.ones(4, 3, dtype=torch.int64, device="meta")
     draw = torch.zeros(4, dtype=torch.int64, device="meta")
-    batch = block_mask(ids, prompt, response, spec, draw=draw, block_weights=weights)
+    one = torch.ones(4, device="meta")
+    batch = block_mask(
+        ids, prompt, response, spec, draw=draw, block_weights=weights, block_draw=draw, rate=draw,
+        factor=one,
+    )
     assert batch.rows.shape == (16,) and batch.num_rows.shape == ()
 
 
@@ -208,6 +249,15 @@ BAD_CALLS = {
     "cover every block": dict(block_weights=torch.ones(2, 2).long()),
     "block_weights": dict(block_weights=torch.zeros(2, 3).long()),
     "integers": dict(block_weights=torch.ones(2, 3)),
+    "block_draw": dict(block_draw=torch.tensor([0])),
+    r"\[0, 2\^24\]": dict(rate=torch.tensor([0, 2**24 + 1])),
+    "rate must lie": dict(rate=torch.tensor([-1, 0])),
+    "units of": dict(rate=torch.tensor([0.5, 0.5])),
+    r"2\^-24, of shape \[2\]": dict(rate=torch.tensor(5)),
+    "floating": dict(factor=torch.tensor([1, 2])),
+    r"numbers of shape \[2\]": dict(factor=torch.tensor([1.0])),
+    "finite": dict(factor=torch.tensor([1.0, float("inf")])),
+    "not negative": dict(factor=torch.tensor([1.0, -0.5])),
     "not both": dict(block=torch.zeros(2).long(), block_weights=torch.ones(2, 3).long()),
     "impl": dict(impl="cuda"),
 }

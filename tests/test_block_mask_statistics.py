@@ -178,10 +178,19 @@ def test_pairs_supervise_every_token_once_or_draw_on_their_own(size):
         assert torch.equal(batch.rate[~whole], alone.rate[~whole])
 
 
-def test_flat_pairs_have_no_variance_from_the_count():
-    """1 / B for both halves: a constant loss is exactly 1 per pair that is whole."""
-    spec = MaskSpec(8, MASK, seed=3, weight="flat", empty="skip", pairs=True)
-    first, second = (draw(spec, 8, draw=half) for half in (0, 1))
-    whole = (first.count > 0) & (first.count < 8)
-    total = (loss_of_constant(first) + loss_of_constant(second))[whole]
-    torch.testing.assert_close(total, torch.ones_like(total))
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_flat_pairs_bear_every_token_once_whatever_was_drawn(size):
+    """1 / B for both halves, also where one of them is empty: a constant loss is exactly 1 a pair,
+    so the pair has no variance from the count and no draw is lost."""
+    spec = MaskSpec(size, MASK, seed=3, weight="flat", empty="skip", pairs=True)
+    first, second = (draw(spec, 2 * size + 1, draw=half) for half in (0, 1))
+    assert ((first.count == 0) | (first.count == size)).any()
+    assert torch.equal(first.block, second.block) and torch.equal(first.rate, second.rate)
+    position = torch.arange(2 * size + 3) - first.block_start[:, None]
+    inside = (position >= 0) & (position < first.block_length[:, None])
+    assert torch.equal((first.labels != -100) ^ (second.labels != -100), inside)
+    assert not ((first.labels != -100) & (second.labels != -100)).any()
+    total = loss_of_constant(first) + loss_of_constant(second)
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=3e-7, atol=0)
+    alone = draw(MaskSpec(size, MASK, seed=3, weight="flat", empty="skip"), 2 * size + 1)
+    assert torch.equal(first.labels, alone.labels) and torch.equal(first.rate, alone.rate)

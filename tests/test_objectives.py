@@ -61,7 +61,7 @@ def test_a_traversal_visits_every_block_once(origin):
                 dataclasses.replace(batch, visits=torch.full((len(counts),), traversal * m + turn))
                 for turn in range(m)
             ]
-            seen = [int(blockwise.choose_blocks(b, spec, "traversal", 1)[s]) for b in visits]
+            seen = [int(blockwise.choose_blocks(b, spec, "traversal")[s]) for b in visits]
             assert sorted(seen) == list(range(m))
             orders.add((s, *seen))
     assert len(orders) > 2 * len(counts)  # shuffled anew, per example and traversal
@@ -70,7 +70,7 @@ def test_a_traversal_visits_every_block_once(origin):
 def test_sequential_blocks_come_in_turn_and_start_again():
     spec = MaskSpec(4, MASK)
     for visit in range(9):
-        chosen = blockwise.choose_blocks(batch_of(LENGTHS, visit=visit), spec, "sequential", 1)
+        chosen = blockwise.choose_blocks(batch_of(LENGTHS, visit=visit), spec, "sequential")
         assert chosen.tolist() == [visit % m for m in (4, 1, 1, 4, 6, 2)]
 
 

@@ -91,6 +91,14 @@ def cases(draw):
         weights = torch.randint(most, (size, width), generator=generator)
         weights[:, 0] += weights[:, 0] == 0
         options["block_weights"] = weights
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    if draw(st.booleans()):
+        options["block_draw"] = torch.randint(2**31, (size,), generator=generator)
+    if draw(st.booleans()):
+        options["rate"] = torch.randint(2**24 + 1, (size,), generator=generator)
+        options["rate"][0] = draw(st.sampled_from([0, 1, 2**24 - 1, 2**24]))
+    if draw(st.booleans()):
+        options["factor"] = torch.rand(size, generator=generator, dtype=torch.float64) * 1000
     return batch, spec, options
 
 
@@ -117,6 +125,21 @@ def test_bits_of_the_python_loop():
             options = dict(cu_seqlens=cu_seqlens, draw=draw)
             own = block_mask(ids, prompts, responses, spec, impl="triton", **options)
             assert_same(own, reference.block_mask(ids, prompts, responses, spec, **options))
+
+
+def test_given_rates_factors_and_block_draws_are_used():
+    ids, prompts, responses, cu_seqlens = packed([2] * 6, [12] * 6, [1] * 6)
+    spec = MaskSpec(block_size=4, mask_id=MASK, seed=3, weight="flat", empty="skip")
+    rate = torch.tensor([0, 2**24, 2**23, 2**24, 0, 2**23])
+    factor = torch.tensor([1, 2, 3, 0.1, 5, 0], dtype=torch.float64)
+    options = dict(cu_seqlens=cu_seqlens, rate=rate, factor=factor, block_draw=7)
+    own, law = both(ids, prompts, responses, spec, draw=2, **options)
+    assert_same(own, law)
+    assert own.count[rate == 0].sum() == 0 and (own.count[rate == 2**24] == 4).all()
+    n = int(own.count[:3].sum())
+    assert set(own.row_weight[4:n].tolist()) == {0.75}  # the third sequence, behind the second's 4
+    seventh = block_mask(ids, prompts, responses, spec, cu_seqlens=cu_seqlens, draw=7)
+    assert torch.equal(own.block, seventh.block) and len(set(own.block.tolist())) > 1
 
 
 def test_more_sequences_and_longer_rows_than_one_tile_holds():
@@ -180,7 +203,7 @@ def test_rows_past_2_31():
     torch.use_deterministic_algorithms(False)  # don't fill 6 GB
     ids, noisy, labels = (torch.empty(far + length, dtype=torch.int8) for _ in range(3))
     ids[far:] = tokens
-    one = [torch.tensor([n]) for n in (far, length, 10, 28, 0, 0, 0)]
+    one = [torch.tensor([n]) for n in (far, length, 10, 28, 0, 0, 0, 0, 0, 0)]
     rows = (torch.empty(8).long(), torch.empty(8).long(), torch.empty(8), torch.empty(1).long())
     counts = [torch.empty(1).long() for _ in range(3)] + [torch.empty(1), torch.empty(1).long()]
     inputs = module.MaskInputs(ids, *one[:6], block=None, block_weights=None)

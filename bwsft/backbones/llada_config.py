@@ -6,7 +6,7 @@ Source of the fields and their meaning: the model card GSAI-ML/LLaDA-8B-Instruct
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
@@ -34,6 +34,7 @@ _IMPLEMENTED: dict[str, tuple] = {
     "init_fn": ("mitchell", "normal"),
 }
 _POSITIVE = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length")
+_LARGEST_SIZE = 2**28  # the product of two, in bytes, still fits in 64 bits
 
 
 class LladaConfig(PreTrainedConfig):
@@ -121,6 +122,9 @@ class LladaConfig(PreTrainedConfig):
         for name in _POSITIVE:
             if not isinstance(getattr(self, name), int) or getattr(self, name) <= 0:
                 raise ValueError(f"config field {name} must be a positive whole number")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"config field {name} must be positive")
         _check_sizes(self)
 
     @property
@@ -151,6 +155,15 @@ class LladaConfig(PreTrainedConfig):
         return out
 
 
+def _field_types() -> dict[str, Any]:
+    """Of LladaConfig's own fields: its base's annotations name what only type checkers import."""
+    own = {"__annotations__": LladaConfig.__annotations__, "__module__": __name__}
+    return get_type_hints(type("Own", (), own))
+
+
+FIELD_TYPES = _field_types()
+
+
 def _check_sizes(config: LladaConfig) -> None:
     if config.d_model % config.n_heads or config.head_dim % 2:
         raise ValueError(
@@ -167,6 +180,8 @@ def _check_sizes(config: LladaConfig) -> None:
         )
     if config.mlp_width <= 0:
         raise ValueError("mlp_hidden_size (or mlp_ratio) must be positive")
+    if max(config.d_model, config.embedding_rows, config.mlp_width) > _LARGEST_SIZE:
+        raise ValueError(f"no size of a model may exceed {_LARGEST_SIZE:,}")
 
 
 AutoConfig.register(LladaConfig.model_type, LladaConfig, exist_ok=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from bwsft import config_check, strict_json
+
 from .base import Backbone, Family
 from .llada import LladaBackbone, LladaConfig, LladaForMaskedDiffusion, family_of
+from .llada_config import FIELD_TYPES
 
 # Left out of a config.json, these would silently take the 8B model's value.
 _MUST_STATE = (
@@ -24,6 +27,15 @@ _MUST_STATE = (
     "rope_theta",
     "rms_norm_eps",
 )
+_DTYPES = Literal["float64", "float32", "bfloat16", "float16"] | None
+# What transformers may know of a config.json beside LLaDA's own fields.
+_KEPT = {
+    "architectures": tuple[str, ...] | None,
+    "auto_map": dict[str, str] | None,
+    "dtype": _DTYPES,
+    "torch_dtype": _DTYPES,
+}
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_NAMED = 3  # tensors named in one message
 
@@ -44,8 +56,16 @@ def load_backbone(
     unsupported model.
     """
     folder = _folder(path)
+    if (folder / "adapter_config.json").exists():  # transformers would load its base instead
+        raise ValueError(f"{folder} holds an adapter, not a model: name a model folder")
     config = _read_config(folder)
-    _check_tensors(_stored_shapes(folder), _expected_shapes(config), folder)
+    stored = _stored_shapes(folder)
+    if config.n_layers > len(stored):  # building as many, if only on paper, may take for ever
+        raise ValueError(
+            f"{folder} holds {len(stored)} tensors, too few for the {config.n_layers} layers of "
+            "its config.json: take weights and config from the same checkpoint"
+        )
+    _check_tensors(stored, _expected_shapes(config), folder)
     options: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype}
     if torch.device(device).type != "cpu":
         options["device_map"] = {"": device}
@@ -80,6 +100,7 @@ def new_backbone(
 def _folder(path: str | Path) -> Path:
     folder = Path(path)
     if folder.is_dir():
+        strict_json.check_regular(folder)
         return folder
     looks_like_repository = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
     if not looks_like_repository or folder.exists():
@@ -98,27 +119,32 @@ def _folder(path: str | Path) -> Path:
 def _read_json(file: Path) -> dict:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: give the folder of a complete checkpoint")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}): copy it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object")
-    return content
+    return strict_json.read_object(file)
 
 
 def _read_config(folder: Path) -> LladaConfig:
-    fields = _read_json(folder / "config.json")
-    model_type = fields.get("model_type")
-    if model_type != LladaConfig.model_type:
+    """The config, types checked. Only LLaDA's own fields and _KEPT reach transformers, to which
+    others are attributes to overwrite, or code to load (attn_implementation)."""
+    file = folder / "config.json"
+    fields = _read_json(file)
+    if (model_type := fields.get("model_type")) != LladaConfig.model_type:
         raise ValueError(
-            f"{folder / 'config.json'} has model_type {model_type!r}: this version of bwsft "
-            f"loads {LladaConfig.model_type!r} only"
+            f"{file} has model_type {reprlib.repr(model_type)}: this version of bwsft loads "
+            f"{LladaConfig.model_type!r} only"
         )
-    missing = [name for name in _MUST_STATE if fields.get(name) is None]
-    if missing:
-        raise ValueError(f"{folder / 'config.json'} lacks {', '.join(missing)}: add the fields")
-    return LladaConfig.from_pretrained(folder)
+    if missing := [name for name in _MUST_STATE if fields.get(name) is None]:
+        raise ValueError(f"{file} lacks {', '.join(missing)}: add the fields")
+    if fields.get("quantization_config"):
+        raise ValueError(f"{file}: quantised weights are not supported: take the full checkpoint")
+    wanted = {name: hint for name, hint in (FIELD_TYPES | _KEPT).items() if name in fields}
+    for name, hint in wanted.items():
+        config_check.convert(hint, fields[name], str(file), name)
+    for name in ("rope_scaling", "rope_parameters"):  # refused by LladaConfig if set
+        wanted[name] = None
+    try:
+        return LladaConfig.from_dict({name: fields[name] for name in wanted if name in fields})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _family(folder: Path, config: LladaConfig) -> Family:
@@ -127,18 +153,18 @@ def _family(folder: Path, config: LladaConfig) -> Family:
     file = folder / "generation_config.json"
     ids = _read_json(file).get("eos_token_id") if file.is_file() else None
     ids = ids if isinstance(ids, list) else [ids]
-    added = [i for i in ids if isinstance(i, int) and 0 <= i < family.vocab_size]
+    added = [i for i in ids if type(i) is int and 0 <= i < family.vocab_size]
     return replace(family, end_ids=tuple(dict.fromkeys((*family.end_ids, *added))))
 
 
 def _shard_files(folder: Path) -> dict[str, list[str] | None]:
     """Shard name -> the tensors that the index places there (None: no index says)."""
-    if not (folder / _INDEX).is_file():
-        if not (folder / _SINGLE).is_file():
-            raise FileNotFoundError(
-                f"{folder} has neither {_INDEX} nor {_SINGLE}: only safetensors weights are read"
-            )
+    if (folder / _SINGLE).is_file():  # transformers takes it too where there is an index beside
         return {_SINGLE: None}
+    if not (folder / _INDEX).is_file():
+        raise FileNotFoundError(
+            f"{folder} has neither {_INDEX} nor {_SINGLE}: only safetensors weights are read"
+        )
     weight_map = _read_json(folder / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / _INDEX} has no weight_map: copy the index again")
@@ -163,11 +189,18 @@ def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         file = folder / shard
         try:
             with safe_open(file, framework="pt") as handle:
-                stored = {n: tuple(handle.get_slice(n).get_shape()) for n in handle.keys()}
-        except SafetensorError as error:
+                slices = {name: handle.get_slice(name) for name in handle.keys()}
+                stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
+                kinds = {name: part.get_dtype() for name, part in slices.items()}
+        except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{file} is damaged or cut short ({error}): download it again"
             ) from error
+        if odd := [name for name, kind in kinds.items() if kind not in _FLOATS]:
+            raise ValueError(
+                f"{file}: {odd[0]} is stored as {kinds[odd[0]]}, not as floating-point numbers: "
+                "take the checkpoint before quantisation"
+            )
         if indexed is not None and set(indexed) != set(stored):
             raise ValueError(
                 f"{file} and {_INDEX} disagree about {_some(set(indexed) ^ set(stored))}: "

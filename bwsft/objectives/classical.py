@@ -18,6 +18,8 @@ def mask_spec(config, family):
     return dataclasses.replace(spec, block_size=widest, block_origin="response")
 
 
-def corrupt(batch, spec, order: str = "uniform", draw: int = 0, draws: int = 1):
+def corrupt(
+    batch, spec, order: str = "uniform", draw: int = 0, draws: int = 1, *, block=None, levels=None
+):
     """(noisy batch, MaskedBatch) for one visit of each example; `order` has one block to choose."""
-    return blockwise.corrupt(batch, spec, "uniform", draw, draws)
+    return blockwise.corrupt(batch, spec, "uniform", draw, draws, block=block, levels=levels)

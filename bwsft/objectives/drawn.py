@@ -2,9 +2,9 @@
 
 Each of them is a module with two functions:
 
-- ``prepare(config, family, responses) -> options``: checked once; ``responses`` yields the training
-  responses (token ids) for objectives that need statistics of them. ``options.excluded_id`` is the
-  head's column that leaves the softmax, or None.
+- ``prepare(config, family, responses) -> options``, a subclass of `Options`: called once;
+  ``responses`` yields the training responses (token ids, with their end token and fill) for
+  objectives that need statistics of them.
 - ``draws(batch, options, place, predict) -> Iterator[Drawn]``: the corruptions of one visit of each
   example. Every random choice is a function of (seed, example, visit) or (seed, step).
   ``predict(noisy, rows)`` is a forward without gradient: token and confidence at the rows.
@@ -24,6 +24,28 @@ from torch import Tensor
 
 IGNORE = -100
 ONE24 = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every objective needs to know; each adds fields of its own."""
+
+    mask_id: int
+    seed: int
+    low: int  # lowest and highest time in units of 2^-24: floats never decide a mask
+    high: int
+    excluded_id: int | None = None  # column of the head that leaves the softmax
+
+
+def common(config, family) -> dict[str, int]:
+    """The fields of `Options` for a run `config` on a model `family`."""
+    objective = config.objective
+    return {
+        "mask_id": family.mask_id,
+        "seed": config.seed,
+        "low": round(objective.low * ONE24),
+        "high": round(objective.high * ONE24),
+    }
 
 
 class Place(NamedTuple):
@@ -80,6 +102,40 @@ def token_u24(batch, rows: Rows, seed: int, stream: Stream, draw: Tensor) -> Ten
     return philox_u24(rows.position, draw[rows.owner], ids, seed=seed, stream=stream)
 
 
+def between(low, high, u24) -> Tensor:
+    """Uniform integers in [low, high), with block_mask's arithmetic."""
+    return low + ((high - low) * u24 >> 24)
+
+
+def times(batch, options: Options) -> Tensor:
+    """One time per sequence, uniform in [low, high), in units of 2^-24: block_mask's rates."""
+    u24 = sequence_u24(batch, options.seed, Stream.RATE, batch.visits)
+    return between(options.low, options.high, u24)
+
+
+def count(where: Tensor, rows: Rows) -> Tensor:
+    """Tokens of each sequence with ``where`` [T], [S]."""
+    return torch.zeros_like(rows.lengths).index_add_(0, rows.owner, where.long())
+
+
+def ranks(batch, rows: Rows, among: Tensor, key: Tensor) -> Tensor:
+    """Place of each token of ``among`` [T] in its sequence by ascending ``key`` [T], from 0; ties
+    by position. Tokens not ``among`` come behind."""
+    by_key = key.argsort(stable=True)
+    group = rows.owner * 2 + (~among).long()
+    order = by_key[group[by_key].argsort(stable=True)]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place - batch.cu_seqlens[:-1].long()[rows.owner]
+
+
+def row_list(where: Tensor) -> tuple[Tensor, Tensor]:
+    """(indices of ``where`` [T] with a tail of 0, which of them are real), without a host read."""
+    size = where.numel()
+    index = torch.nonzero_static(where, size=size, fill_value=0).squeeze(1)
+    return index, torch.arange(size, device=where.device) < where.sum()
+
+
 def drawn(batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int) -> Drawn:
     """The corruption that masks ``marked`` [T] and weighs each masked token by ``weight`` [T]."""
     noisy = dataclasses.replace(batch, ids=batch.ids.masked_fill(marked, mask_id))
@@ -87,16 +143,14 @@ def drawn(batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int) -> Dr
 
 
 def supervise(noisy, clean: Tensor, where: Tensor, weight: Tensor, rows: Rows) -> Drawn:
-    """Loss at ``where`` [T] of a noisy batch: a row list of fixed size, without a host read."""
-    size = clean.numel()
-    index = torch.nonzero_static(where, size=size, fill_value=0).squeeze(1)
-    count = where.sum()
-    real = torch.arange(size, device=clean.device) < count
+    """Loss at ``where`` [T] of a noisy batch; no row for a token without weight."""
+    where = where & (weight > 0)
+    index, real = row_list(where)
     return Drawn(
         noisy=noisy,
         rows=index,
         target=torch.where(real, clean[index], IGNORE),
         weight=torch.where(real, weight[index].float(), 0.0),
-        num_rows=count,
+        num_rows=where.sum(),
         region=rows.lengths.sum(),
     )

@@ -1,14 +1,19 @@
 """MDLM (Sahoo et al. 2024, kuleshov-group/mdlm) on the response of a pre-trained masked LM.
 
-- Time t of each sequence from one grid per update: t = (1 - eps) e + eps, e_b = (u + b) / n mod 1
-  for sequence b of n, so that every stratum of [0, 1) holds one (low-discrepancy sampling).
-- Log-linear noise sigma = -log(1 - (1 - eps) t): mask rate (1 - eps) t, weight
-  sigma' / (e^sigma - 1) = 1 / t.
-- SUBS: the [MASK] column leaves the softmax; visible tokens carry over, so they bear no loss.
-- Mean over all response tokens of the update, masked or not.
+One step of one example, sequence b of the n sequences of an update:
 
-The model has no time input, as MDLM's own default. With stratify and subs off, rate "llada" and
-normalise "sequence" it is classical SFT with weight 1 / rate, bit for bit.
+1. Draw a time t in [low, high): t = low + (high - low) e with e = (u + b) / n, so that every
+   stratum of [0, 1) holds one sequence of the update (low-discrepancy sampling).
+2. Log-linear noise sigma = -log(1 - (1 - eps) t), eps = 1e-3: mask each response token with
+   probability 1 - e^-sigma = (1 - eps) t. The prompt stays.
+3. SUBS: the [MASK] column leaves the softmax; visible tokens carry over, so they bear no loss.
+4. Loss: cross-entropy on masked tokens, each weighed sigma' / (e^sigma - 1) = 1 / t, divided by
+   all response tokens of the update, masked or not.
+
+The model has no time input, as in MDLM's own default. What this port leaves out: the other noise
+schedules, the discrete-time loss, and the average of weights that MDLM evaluates. With stratify
+and subs off, rate "llada" and normalise "sequence" it is classical SFT with weight 1 / rate, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -17,20 +22,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from bwsft_kernels.philox import Stream, philox_u24
+from bwsft_kernels.philox import Stream
 from torch import Tensor
 
-from bwsft.objectives.drawn import ONE24, Drawn, Place, drawn, response_rows, token_u24
-from bwsft.objectives.drawn import sequence_u24 as sequence
+from bwsft.objectives import drawn as d
+
+EPS24 = round(1e-3 * d.ONE24)
 
 
-@dataclass(frozen=True)
-class Options:
-    mask_id: int
-    excluded_id: int | None
-    seed: int
-    low: float
-    high: float
+@dataclass(frozen=True, kw_only=True)
+class Options(d.Options):
     stratify: bool
     rate: str
     normalise: str
@@ -38,42 +39,39 @@ class Options:
 
 def prepare(config, family, responses) -> Options:
     """Options of a run `config` on a model `family`; `responses` are not needed."""
-    o, m = config.objective, config.objective.mdlm
+    own = config.objective.mdlm
     return Options(
-        mask_id=family.mask_id,
-        excluded_id=family.mask_id if m.subs else None,
-        seed=config.seed,
-        low=o.low,
-        high=o.high,
-        stratify=m.stratify,
-        rate=m.rate,
-        normalise=m.normalise,
+        **d.common(config, family),
+        excluded_id=family.mask_id if own.subs else None,
+        stratify=own.stratify,
+        rate=own.rate,
+        normalise=own.normalise,
     )
 
 
-def times(batch, options: Options, place: Place) -> Tensor:
-    """Time of each sequence as an integer in units of 2^-24, [S]: floats never decide a mask."""
-    u24 = sequence(batch, options.seed, Stream.RATE, batch.visits)
-    if options.stratify:
-        # One word per update, the same on every rank; `first` places the micro-batch in the grid.
-        shared = philox_u24(0, place.step, 0, seed=options.seed, stream=Stream.TIME)
-        index = place.first + torch.arange(batch.num_sequences, device=u24.device)
-        u24 = (shared.to(u24.device) + index * ONE24) // place.sequences % ONE24
-    low, high = round(options.low * ONE24), round(options.high * ONE24)
-    return low + ((high - low) * u24 >> 24)
+def times(batch, options: Options, place: d.Place) -> Tensor:
+    """Time of each sequence in units of 2^-24, [S]."""
+    if not options.stratify:
+        return d.times(batch, options)
+    u24 = d.sequence_u24(batch, options.seed, Stream.RATE, batch.visits)
+    index = place.first + torch.arange(batch.num_sequences, device=u24.device)
+    return d.between(options.low, options.high, (u24 + index * d.ONE24) // place.sequences)
 
 
-def draws(batch, options: Options, place: Place, predict) -> Iterator[Drawn]:
+def mask_rate(t24: Tensor) -> Tensor:
+    """(1 - eps) t, in and out in units of 2^-24."""
+    return t24 - (t24 * EPS24 + d.ONE24 // 2 >> 24)
+
+
+def draws(batch, options: Options, place: d.Place, predict) -> Iterator[d.Drawn]:
     """One corruption; row weights 1/t over the mean response length of the update ("token") or
     over the sequence's own."""
-    rows, t24 = response_rows(batch), times(batch, options, place)
-    rate24 = t24
-    if options.rate == "mdlm":
-        rate24 = (t24.double() * (1 - options.low)).round().long()
-    marks = token_u24(batch, rows, options.seed, Stream.MARKS, batch.visits)
+    rows, t24 = d.response_rows(batch), times(batch, options, place)
+    rate24 = mask_rate(t24) if options.rate == "mdlm" else t24
+    marks = d.token_u24(batch, rows, options.seed, Stream.MARKS, batch.visits)
     marked = rows.inside & (marks < rate24[rows.owner])
     lengths = rows.lengths
     if options.normalise == "token":
         lengths = torch.full_like(lengths, place.tokens).double() / place.sequences
     weight = (1 / (t24.double() * lengths * 2.0**-24)).float()
-    yield drawn(batch, marked, weight[rows.owner], rows, options.mask_id)
+    yield d.drawn(batch, marked, weight[rows.owner], rows, options.mask_id)

@@ -181,10 +181,14 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
         count=counts[3],
     )
     choice = inputs.block if inputs.block_weights is None else inputs.block_weights
-    choice = inputs.row_start if choice is None else choice  # something to point to
+    nothing = inputs.row_start  # something to point to
+    choice = nothing if choice is None else choice
     sequences = [
         inputs.row_start, inputs.row_length, inputs.prompt_lengths, inputs.response_lengths,
         inputs.sample_ids, inputs.draw, choice,
+        inputs.draw if inputs.block_draw is None else inputs.block_draw,
+        nothing if inputs.rate is None else inputs.rate,
+        nothing if inputs.factor is None else inputs.factor,
     ]
     block_b = triton.next_power_of_2(spec.block_size)
     # About one program per tile of tokens; a longer row goes round.

@@ -2,7 +2,8 @@
 
 Every decision is an integer comparison on Philox words, so the marks are the bits of the torch
 implementation. `sequences` is a tuple of pointers to [S] int64: row start, row length, prompt
-length, response length, sample id, draw, and the given block or the weights [S, max_blocks].
+length, response length, sample id, draw, the given block or the weights [S, max_blocks], the draw
+that chooses the block, the given rate in units of 2^-24, and the given factor (fp64).
 Letters: S sequences, Q of them handled at a time, B block size, M blocks of a response.
 """
 
@@ -37,6 +38,8 @@ class DrawPlan:
     sum_blocks: bool
     given_block: bool
     weighted_block: bool
+    given_rate: bool
+    given_factor: bool
 
 
 def plan_draw(inputs: MaskInputs, spec: MaskSpec) -> DrawPlan:
@@ -58,6 +61,8 @@ def plan_draw(inputs: MaskInputs, spec: MaskSpec) -> DrawPlan:
         sum_blocks=spec.block_factor == "sum",
         given_block=inputs.block is not None,
         weighted_block=inputs.block_weights is not None,
+        given_rate=inputs.rate is not None,
+        given_factor=inputs.factor is not None,
     )
 
 
@@ -74,7 +79,7 @@ def choose_block(seq, inside, sequences, max_blocks, key, PLAN: tl.constexpr):
     prompt = tl.load(sequences[2] + seq, mask=inside, other=0)
     response = tl.load(sequences[3] + seq, mask=inside, other=0)
     sample = tl.load(sequences[4] + seq, mask=inside, other=0)
-    draw = tl.load(sequences[5] + seq, mask=inside, other=0)
+    draw = tl.load(sequences[7] + seq, mask=inside, other=0)
     origin = prompt
     if PLAN.absolute:
         origin = prompt - prompt % PLAN.block_size
@@ -109,12 +114,23 @@ def choose_block(seq, inside, sequences, max_blocks, key, PLAN: tl.constexpr):
     factor = inverse_rho
     if not PLAN.sum_blocks:
         factor = inverse_rho / tl.maximum(blocks, 1).to(tl.float64)
+    if PLAN.given_factor:
+        factor = factor * tl.load(sequences[9] + seq, mask=inside, other=0)
     return index, start, length, factor
 
 
 @triton.jit
 def marked(position, draw, sample, rate24, flip, key):
     return (u24_of(position, draw, sample, MARKS, key) < rate24) != flip
+
+
+@triton.jit
+def rate_of(seq, inside, draw, sample, sequences, key, PLAN: tl.constexpr):
+    if PLAN.given_rate:
+        rate24 = tl.load(sequences[8] + seq, mask=inside, other=0)
+    else:
+        rate24 = PLAN.low24 + ((PLAN.span24 * u24_of(seq * 0, draw, sample, RATE, key)) >> 24)
+    return rate24
 
 
 @triton.jit
@@ -127,17 +143,19 @@ def draw_marks(
     offset = tl.arange(0, BLOCK_B)[None, :]
     position = start[:, None] + offset
     in_block = offset < length[:, None]
-    rate24 = PLAN.low24 + ((PLAN.span24 * u24_of(seq * 0, draw, sample, RATE, key)) >> 24)
+    rate24 = rate_of(seq, inside, draw, sample, sequences, key, PLAN)
     flip = tl.zeros_like(draw) != 0
     if PLAN.pairs:
         even = draw & -2
-        shared24 = PLAN.low24 + ((PLAN.span24 * u24_of(seq * 0, even, sample, RATE, key)) >> 24)
+        shared24 = rate_of(seq, inside, even, sample, sequences, key, PLAN)
         marks = marked(
             position, even[:, None], sample[:, None], shared24[:, None], flip[:, None], key
         )
         some = tl.max((marks & in_block).to(tl.int32), axis=1)
         rest = tl.max((in_block & ~marks).to(tl.int32), axis=1)
         both = (some & rest) > 0
+        if PLAN.weight == "flat":
+            both = both | True
         flip = both & ((draw & 1) == 1)
         rate24 = tl.where(both, shared24, rate24)
         draw = tl.where(both, even, draw)

@@ -13,13 +13,14 @@ class MaskSpec:
 
     low, high: the mask rate is uniform between them.
     weight: per loss row 1/count ("count"), 1/(rate * block length) ("rate", the NELBO weight) or
-      1/block length ("flat").
+      1/block length ("flat"), always times the `factor` that `block_mask` may be given.
     empty: if no token of the block is marked, its "last" one is, or the draw is left out ("skip").
     block_factor: "mean" estimates the average over a response's blocks, "sum" their sum.
     prefix_noise: share of earlier response tokens masked; suffix_leak: share of later ones visible.
     block_origin: the grid starts at the "response" or at "absolute" position 0 of the row.
-    pairs: draws 2i and 2i+1 share block, rate and marks, the odd one takes the complement; where
-      one half would be empty, both draw rate and marks on their own.
+    pairs: draws 2i and 2i+1 share block, rate and marks, the odd one takes the complement. Where
+      one half would be empty, both draw rate and marks on their own, but not with weight "flat":
+      there a pair always bears every token once, and half its weight whole.
     """
 
     block_size: int
@@ -87,7 +88,8 @@ class MaskedBatch:
 
 @dataclass(frozen=True)
 class MaskInputs:
-    """Validated arguments: ids [T] flat, everything else [S] int64 (block_weights [S, M_max])."""
+    """Validated arguments: ids [T] flat, everything else [S] int64 (block_weights [S, M_max],
+    factor fp64)."""
 
     ids: torch.Tensor
     row_start: torch.Tensor  # index of each row's first token in ids
@@ -98,3 +100,6 @@ class MaskInputs:
     draw: torch.Tensor
     block: torch.Tensor | None
     block_weights: torch.Tensor | None
+    block_draw: torch.Tensor | None = None  # None: draw
+    rate: torch.Tensor | None = None  # in units of 2^-24
+    factor: torch.Tensor | None = None

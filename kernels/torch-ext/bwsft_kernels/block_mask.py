@@ -29,6 +29,9 @@ def block_mask(
     draw=0,
     block=None,
     block_weights=None,
+    block_draw=None,
+    rate=None,
+    factor=None,
     impl: str = "auto",
 ) -> MaskedBatch:
     """Corrupt a batch for Blockwise SFT and list its loss rows.
@@ -37,13 +40,18 @@ def block_mask(
     behind prompt + response stay as they are. prompt_lengths, response_lengths: [S] integers; a
     response of length 0 bears no loss. sample_ids [S]: row numbers in the source (default 0..S-1);
     draw: int or [S], the visit of the example. block [S]: the active block, else it is drawn,
-    uniformly or with chances block_weights [S, M_max] (integers in [0, 2^24)). ValueError for
-    lengths, blocks or weights that don't fit (on a GPU: with BWSFT_DEBUG=1).
+    uniformly or with chances block_weights [S, M_max] (integers in [0, 2^24)), by the number that
+    belongs to block_draw, int or [S] (default: draw). rate [S]: the mask rates as integers from 0
+    to 2^24, in units of 2^-24, instead of rates drawn between spec.low and spec.high; the two draws
+    of a pair must get the same. factor [S], floating: each sequence's row weights are multiplied by
+    it. ValueError for lengths, blocks, weights, rates or factors that don't fit (on a GPU: with
+    BWSFT_DEBUG=1).
     """
     if block is not None and block_weights is not None:
         raise ValueError("give block or block_weights, not both")
     inputs = _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids, draw)
     inputs = _with_choice(inputs, spec, block, block_weights)
+    inputs = _with_draw(inputs, block_draw, rate, factor)
     twin = triton_twin(impl, ids, "_block_mask_triton")
     flat = (twin.block_mask_triton if twin else _block_mask_torch)(inputs, spec)
     return _shaped_as(ids, flat)
@@ -54,12 +62,7 @@ def _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids, draw)
         raise ValueError("ids must be integers: packed [T] with cu_seqlens, or padded [S, L] alone")
 
     def per_sequence(value, name, size):
-        if isinstance(value, int):  # filled on the device: a copy can't go into a CUDA graph
-            return torch.full((size,), value, dtype=torch.int64, device=ids.device)
-        value = torch.as_tensor(value, dtype=torch.int64, device=ids.device)
-        if value.shape not in ((size,), ()):
-            raise ValueError(f"{name} must have shape [{size}], not {list(value.shape)}")
-        return value.expand(size)
+        return _per_sequence(value, name, size, ids.device)
 
     if cu_seqlens is None:
         num_sequences, length = ids.shape
@@ -87,6 +90,15 @@ def _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids, draw)
     )
 
 
+def _per_sequence(value, name, size, device):
+    if isinstance(value, int):  # filled on the device: a copy can't go into a CUDA graph
+        return torch.full((size,), value, dtype=torch.int64, device=device)
+    value = torch.as_tensor(value, dtype=torch.int64, device=device)
+    if value.shape not in ((size,), ()):
+        raise ValueError(f"{name} must have shape [{size}], not {list(value.shape)}")
+    return value.expand(size)
+
+
 def _with_choice(inputs: MaskInputs, spec, block, block_weights) -> MaskInputs:
     """Check and attach the given active blocks or the chances of the blocks."""
     if block is None and block_weights is None:
@@ -111,6 +123,27 @@ def _with_choice(inputs: MaskInputs, spec, block, block_weights) -> MaskInputs:
     return replace(inputs, block_weights=weights)
 
 
+def _with_draw(inputs: MaskInputs, block_draw, rate, factor) -> MaskInputs:
+    """Check and attach what replaces or scales a part of the draw."""
+    size, device = len(inputs.draw), inputs.draw.device
+    if block_draw is not None:
+        block_draw = _per_sequence(block_draw, "block_draw", size, device)
+    if rate is not None:
+        rate = torch.as_tensor(rate, device=device)
+        if rate.is_floating_point() or rate.shape != (size,):
+            raise ValueError(f"rate must be integers in units of 2^-24, of shape [{size}]")
+        rate = rate.to(torch.int64)
+        require(((rate >= 0) & (rate <= ONE24)).all(), lambda: "rate must lie in [0, 2^24]")
+    if factor is not None:
+        factor = torch.as_tensor(factor, device=device)
+        if not factor.is_floating_point() or factor.shape != (size,):
+            raise ValueError(f"factor must be floating-point numbers of shape [{size}]")
+        factor = factor.to(torch.float64)
+        fits = ((factor >= 0) & factor.isfinite()).all()
+        require(fits, lambda: "factor must be finite and not negative")
+    return replace(inputs, block_draw=block_draw, rate=rate, factor=factor)
+
+
 def count_blocks(inputs: MaskInputs, spec: MaskSpec):
     """(start of the block grid, counted from the row's first token; number of blocks M), [S]."""
     prompt, size = inputs.prompt_lengths, spec.block_size
@@ -125,7 +158,8 @@ def _active_block(inputs: MaskInputs, spec: MaskSpec):
     if inputs.block is not None:
         index, inverse_rho = inputs.block, num_blocks.double()
     else:
-        draw = inputs.draw & ~1 if spec.pairs else inputs.draw
+        draw = inputs.draw if inputs.block_draw is None else inputs.block_draw
+        draw = draw & ~1 if spec.pairs else draw
         u24 = philox_u24(0, draw, inputs.sample_ids, seed=spec.seed, stream=Stream.BLOCK)
         if inputs.block_weights is None:
             index, inverse_rho = (u24 * num_blocks) >> 24, num_blocks.double()
@@ -139,7 +173,7 @@ def _active_block(inputs: MaskInputs, spec: MaskSpec):
     start = torch.maximum(origin + index * spec.block_size, inputs.prompt_lengths)
     length = torch.minimum(end, origin + (index + 1) * spec.block_size) - start
     factor = inverse_rho if spec.block_factor == "sum" else inverse_rho / num_blocks
-    return index, start, length, factor
+    return index, start, length, factor if inputs.factor is None else factor * inputs.factor
 
 
 def _marks(inputs: MaskInputs, spec: MaskSpec, position, inside):
@@ -149,7 +183,7 @@ def _marks(inputs: MaskInputs, spec: MaskSpec, position, inside):
     def of_draw(draw):
         ids = inputs.sample_ids
         u24 = philox_u24(0, draw, ids, seed=spec.seed, stream=Stream.RATE)
-        rate24 = low24 + ((high24 - low24) * u24 >> 24)
+        rate24 = low24 + ((high24 - low24) * u24 >> 24) if inputs.rate is None else inputs.rate
         u24 = philox_u24(
             position, draw[:, None], ids[:, None], seed=spec.seed, stream=Stream.MARKS
         )
@@ -159,7 +193,7 @@ def _marks(inputs: MaskInputs, spec: MaskSpec, position, inside):
     if spec.pairs:
         own_rate24, own_marks = rate24, marks
         rate24, marks = of_draw(inputs.draw & ~1)
-        both_halves = marks.any(1) & (inside & ~marks).any(1)
+        both_halves = marks.any(1) & (inside & ~marks).any(1) | (spec.weight == "flat")
         marks = torch.where((inputs.draw & 1 == 1)[:, None], inside & ~marks, marks)
         rate24 = torch.where(both_halves, rate24, own_rate24)
         marks = torch.where(both_halves[:, None], marks, own_marks)

@@ -97,6 +97,9 @@ def block_mask(
     draw=0,
     block=None,
     block_weights=None,
+    block_draw=None,
+    rate=None,
+    factor=None,
 ) -> MaskedBatch:
     """One sequence and one token at a time, with Python integers."""
     size = len(prompt_lengths)
@@ -106,14 +109,19 @@ def block_mask(
     else:
         starts = cu_seqlens.tolist()[:-1]
     sample_ids = range(size) if sample_ids is None else sample_ids.tolist()
-    draws = [draw] * size if isinstance(draw, int) else draw.tolist()
+    draws, block_draws = (
+        [number] * size if isinstance(number, int) else number.tolist()
+        for number in (draw, draw if block_draw is None else block_draw)
+    )
     noisy, labels, rows, facts = list(flat), [IGNORE] * len(flat), [], []
     for s in range(size):
         prompt, response = int(prompt_lengths[s]), int(response_lengths[s])
-        dice = _Dice(spec, draws[s], sample_ids[s])
+        dice = _Dice(spec, draws[s], sample_ids[s], None if rate is None else int(rate[s]))
         given = None if block is None else int(block[s])
         chances = None if block_weights is None else block_weights[s].tolist()
-        index, start, length, factor = _choose(dice, prompt, response, given, chances)
+        number = dice.u24(Stream.BLOCK, 0, block_draws[s] & ~1 if spec.pairs else block_draws[s])
+        index, start, length, scale = _choose(spec, prompt, response, number, given, chances)
+        scale = scale if factor is None else scale * float(factor[s])
         rate24, marked = dice.marks(start, length)
         for position in range(prompt, prompt + response):
             token = starts[s] + position
@@ -121,17 +129,17 @@ def block_mask(
                 noisy[token] = spec.mask_id
             if position in marked:
                 labels[token] = flat[token]
-        weight = _weight(spec, factor, rate24, length, len(marked))
+        weight = _weight(spec, scale, rate24, length, len(marked))
         rows += [(starts[s] + position, weight) for position in sorted(marked)]
         facts.append((index, start, length, rate24 / 2**24, len(marked)))
     return _assemble(ids, noisy, labels, rows, facts, min(size * spec.block_size, len(flat)))
 
 
 class _Dice:
-    """The random numbers of one draw of one example."""
+    """The random numbers of one draw of one example; `rate24`: a given mask rate."""
 
-    def __init__(self, spec: MaskSpec, draw: int, sample_id: int):
-        self.spec, self.draw, self.sample_id = spec, draw, sample_id
+    def __init__(self, spec: MaskSpec, draw: int, sample_id: int, rate24: int | None):
+        self.spec, self.draw, self.sample_id, self.rate24 = spec, draw, sample_id, rate24
 
     def u24(self, stream, position, draw=None):
         draw = self.draw if draw is None else draw
@@ -142,6 +150,7 @@ class _Dice:
     def _own_marks(self, draw, start, length):
         low, high = round(self.spec.low * 2**24), round(self.spec.high * 2**24)
         rate24 = low + ((high - low) * self.u24(Stream.RATE, 0, draw) >> 24)
+        rate24 = rate24 if self.rate24 is None else self.rate24
         positions = range(start, start + length)
         return rate24, {p for p in positions if self.u24(Stream.MARKS, p, draw) < rate24}
 
@@ -151,7 +160,7 @@ class _Dice:
         if self.spec.pairs:
             first = self.draw - self.draw % 2
             shared24, shared = self._own_marks(first, start, length)
-            if 0 < len(shared) < length:
+            if 0 < len(shared) < length or self.spec.weight == "flat":
                 rest = set(range(start, start + length)) - shared
                 rate24, marked = shared24, rest if self.draw % 2 else shared
         if not marked and length and self.spec.empty == "last":
@@ -167,9 +176,8 @@ class _Dice:
         return position >= end and self.u24(Stream.SUFFIX, position) >= leak24
 
 
-def _choose(dice: _Dice, prompt, response, given, chances):
-    """(index, start, length, importance factor) of the active block."""
-    spec = dice.spec
+def _choose(spec: MaskSpec, prompt, response, number, given, chances):
+    """(index, start, length, importance factor) of the active block; number: its u24."""
     origin = prompt if spec.block_origin == "response" else prompt - prompt % spec.block_size
     bounds = range(origin, prompt + response, spec.block_size) if response else ()
     blocks = [
@@ -177,7 +185,6 @@ def _choose(dice: _Dice, prompt, response, given, chances):
     ]
     if not blocks:
         return 0, prompt, 0, 1.0
-    number = dice.u24(Stream.BLOCK, 0, dice.draw - dice.draw % 2 if spec.pairs else dice.draw)
     index, inverse_rho = number * len(blocks) >> 24, float(len(blocks))
     if given is not None:
         index = given

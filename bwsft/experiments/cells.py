@@ -1,0 +1,142 @@
+"""One cell of an experiment: a training and what is measured on its result, done once.
+
+A cell's folder is named by its config, so that experiments share cells (the table's `blockwise` is
+the grid's diagonal and the ablations' zero), a changed setting is a new cell, and a run that was
+killed goes on where it was. `CELL.json` beside the folder holds what is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bwsft import config as c
+from bwsft.experiments import measures
+from bwsft.files import write_atomic
+from bwsft.metrics import read_log
+
+METERED = 4  # updates under the FLOP counter
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A training with its seed, or the untouched base."""
+
+    config: c.Config
+    trained: bool = True
+
+    @property
+    def key(self) -> str:
+        """Folder name: readable front, digest of every setting behind it."""
+        config = self.config
+        mode = config.context
+        if config.draws_per_context > 1:
+            mode += f"-k{config.draws_per_context}"
+        if not self.trained:  # training settings don't touch it
+            plain = c.Config(
+                model=config.model, tokenizer=config.tokenizer, data=config.data,
+                context=config.context, gen_length=config.gen_length,
+                max_length=config.max_length, dataset=config.dataset,
+            )  # fmt: skip
+            return f"base-{mode}-{digest(plain)}"
+        front = f"{config.objective.name}-{mode}-b{config.block_size}-u{config.steps}"
+        return f"{front}-s{config.seed}-{digest(config)}"
+
+
+def digest(config: c.Config) -> str:
+    """Of what differs from the defaults: a new field doesn't make finished cells new."""
+    changed = c.differences(c.Config(), config)
+    return hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8]
+
+
+class Interrupted(Exception):
+    """A cell was asked to stop; run the experiment again to go on."""
+
+
+def read(folder: Path, cell: Cell) -> dict:
+    """What is finished of a cell."""
+    path = folder / f"{cell.key}.json"
+    if not path.exists():
+        return {"measures": {}}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def missing(folder: Path, cell: Cell, wanted: tuple[str, ...]) -> list[str]:
+    done = read(folder, cell)
+    return [m for m in wanted if m not in done["measures"]]
+
+
+def run(folder: Path, cell: Cell, wanted: tuple[str, ...], exam: measures.Exam) -> str:
+    """Train the cell if it isn't, and measure what is wanted; its output goes to CELL.log.
+
+    Meant for a process of its own. Returns the cell's key.
+    """
+    import torch
+
+    if cell.config.device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    path = folder / f"{cell.key}.json"
+    with (
+        open(folder / f"{cell.key}.log", "a", encoding="utf-8") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        done = read(folder, cell)
+        if cell.trained and "train" not in done:
+            done["config"] = json.loads(c.to_json(cell.config))
+            done["train"] = train_cell(folder / cell.key, cell.config)
+            write_atomic(path, json.dumps(done, indent=1) + "\n")
+        source = str(folder / cell.key) if cell.trained else cell.config.model
+        for name in missing(folder, cell, wanted):
+            began = time.process_time()
+            value = measures.measure(name, source, cell, exam, folder)
+            done["measures"][name] = {**value, "cpu_seconds": round(time.process_time() - began, 1)}
+            write_atomic(path, json.dumps(done, indent=1) + "\n")
+    return cell.key
+
+
+def train_cell(out: Path, config: c.Config) -> dict:
+    """Train to the end, from wherever an earlier attempt came, and sum up its metrics."""
+    from bwsft.train import train
+
+    where = {"resume": str(out)} if (out / "config.json").exists() else {"out": str(out)}
+    config = dataclasses.replace(config, **where)
+    if train(config):
+        raise RuntimeError(f"{out.name}: the training failed, see {out}.log")
+    log = read_log(out / "metrics.jsonl")
+    if len(log) < config.steps:
+        raise Interrupted(f"{out.name} stopped after {len(log)} of {config.steps} updates")
+    evals = read_log(out / "eval.jsonl")
+    names = ("tokens", "supervised_tokens", "region_tokens", "seconds")
+    return {
+        "updates": len(log),
+        **{name: sum(record[name] for record in log) for name in names},
+        "loss": statistics.fmean(r["loss"] for r in log[-max(len(log) // 10, 1) :]),
+        "evals": [[r["step"], r["nelbo"]] for r in evals],
+    }
+
+
+def meter(config: c.Config) -> dict:
+    """FLOPs and tokens of an update, counted over the first few of a training that is thrown away.
+
+    Rates and blocks vary from update to update; FLOPs per token hardly do.
+    """
+    from bwsft.flops import flop_counter
+    from bwsft.run import open_run, setup
+    from bwsft.train import train_step
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = dataclasses.replace(config, out=str(Path(scratch) / "run"))
+        run = setup(config, *open_run(config))
+        with flop_counter() as flops:
+            steps = [train_step(run, i) for i in range(METERED)]
+    tokens = sum(step.tokens for step in steps)
+    return {"flops_per_token": flops.get_total_flops() / tokens, "tokens": tokens / METERED}

@@ -1,0 +1,161 @@
+"""`bwsft experiment`: the paper's comparisons, one command each."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from bwsft import config as c
+from bwsft.experiments import scales
+from bwsft.experiments.measures import Exam
+from bwsft.experiments.plans import PILOT_SEED, PLANS, Plan
+from bwsft.experiments.scales import Scale
+
+Name = Literal[
+    "table",
+    "equal-flops",
+    "equal-tokens",
+    "block-grid",
+    "prefix-noise",
+    "suffix-leak",
+    "dynamics",
+    "pilot",
+]
+
+
+@dataclass(frozen=True)
+class ExperimentOptions:
+    """Run a comparison of the paper, or print its plan."""
+
+    name: Annotated[Name, tyro.conf.Positional]
+    """Which comparison."""
+    scale: Literal["mini", "8b"] = "mini"
+    """mini: the embedded base on a CPU; 8b: LLaDA-8B-Instruct on a GPU."""
+    preset: Literal["paper", "released", "llada-8b-lora"] = "paper"
+    """Settings of the 8b scale."""
+    dry_run: bool = False
+    """Print updates, tokens, FLOPs and estimated hours, and run nothing."""
+    out: str | None = None
+    """Folder of the cells, shared by all experiments of a scale; default runs/experiments-SCALE."""
+    report: str | None = None
+    """Folder of the page, table and figure; default OUT/reports."""
+    seeds: int | None = None
+    """Seeds per arm; default 5 (mini) or 3 (8b)."""
+    steps: int | None = None
+    """Updates of an arm, instead of the scale's."""
+    jobs: int = 1
+    """Cells that run at the same time, each on one CPU core; 1 on a GPU."""
+    model: str | None = None
+    """Another starting model."""
+    data: str | None = None
+    """Other training records; their NELBO needs --nelbo-data."""
+    nelbo_data: str | None = None
+    """Held-out records for the NELBO (8b; mini generates them)."""
+    gsm8k: str | None = None
+    """GSM8K test questions, for exact match (8b)."""
+    math: str | None = None
+    """MATH-500 questions, for exact match (8b)."""
+    problems: int = 100
+    """Held-out problems for NELBO and exact match of generated problems."""
+
+
+def run_experiment(options: ExperimentOptions) -> int:
+    """Run `bwsft experiment` and return the exit status. ValueError for options that don't fit."""
+    scale = chosen_scale(options)
+    plan = PLANS[options.name](scale)
+    seeds = list(range(options.seeds or scale.seeds))
+    if options.name == "pilot":
+        seeds = [PILOT_SEED + seed for seed in range(options.seeds or 1)]
+    for arm in plan.arms:
+        c.validate(arm.config)
+    if options.dry_run:
+        from bwsft.experiments.estimate import print_plan
+
+        print_plan(plan, scale, seeds)
+        return 0
+    exam = chosen_exam(options, scale)
+    out = Path(options.out or f"runs/experiments-{scale.name}")
+
+    from bwsft.experiments import report
+    from bwsft.experiments.runner import run_plan
+
+    write_plan(plan, scale, seeds, out)
+    rows = run_plan(plan, seeds, out, exam, options.jobs)
+    finished = report.Finished(plan, scale, seeds, exam, rows)
+    page = report.write(finished, Path(options.report or out / "reports"))
+    show(finished)
+    print(f"report: {page}")
+    return 0
+
+
+def chosen_scale(options: ExperimentOptions) -> Scale:
+    scale = scales.mini() if options.scale == "mini" else scales.eight_b(options.preset)
+    changes = {"model": options.model, "data": options.data, "steps": options.steps}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    base = dataclasses.replace(scale.base, **changes)
+    if options.steps is not None:
+        evals = base.eval
+        if evals.every:
+            evals = dataclasses.replace(evals, every=max(options.steps // 10, 1))
+        base = dataclasses.replace(base, save_every=options.steps, eval=evals)
+    return dataclasses.replace(scale, base=base)
+
+
+def chosen_exam(options: ExperimentOptions, scale: Scale) -> Exam:
+    for task in scale.tasks:
+        if task != "solved" and getattr(options, task) is None:
+            raise ValueError(f"--scale {scale.name} measures {task}: give --{task} FILE")
+    if (scale.base.data or scale.base.model) and options.nelbo_data is None:
+        raise ValueError(
+            "the held-out NELBO needs --nelbo-data FILE: records like those of the training, and "
+            "not among them"
+        )
+    for path in filter(None, (options.nelbo_data, options.gsm8k, options.math)):
+        if not Path(path).is_file():
+            raise ValueError(f"{path} is not a file")
+    return Exam(
+        problems=options.problems,
+        gsm8k=options.gsm8k,
+        math=options.math,
+        nelbo_data=options.nelbo_data,
+        batch_size=50 if scale.name == "mini" else 8,
+    )
+
+
+def write_plan(plan: Plan, scale: Scale, seeds: list[int], out: Path) -> None:
+    """The plan as it stood before any result: arms, measures, claims."""
+    import json
+
+    from bwsft.files import write_atomic
+
+    path = out / f"plan-{plan.name}.json"
+    if path.exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"scale": scale.name, "seeds": seeds, "plan": dataclasses.asdict(plan)}
+    write_atomic(path, json.dumps(content, indent=1) + "\n")
+
+
+def show(finished) -> None:
+    """The report's table on the terminal."""
+    from bwsft.experiments.report import label, spread
+
+    names = finished.measures
+    table = Table(title=finished.plan.title)
+    for column in ("arm", "updates", "TFLOP", *(label(name) for name in names)):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for row in finished.rows:
+        updates = row.trained("updates")
+        table.add_row(
+            row.name,
+            "-" if updates is None else f"{updates:,.0f}",
+            "-" if row.flops is None else f"{row.flops / 1e12:,.2f}",
+            *(spread(row.values(n), percent=not n.startswith(("nelbo", "pilot"))) for n in names),
+        )
+    Console().print(table)

@@ -1,0 +1,155 @@
+"""What an experiment will cost, before it runs: updates, tokens, FLOPs and hours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bwsft import config as c
+from bwsft.experiments.plans import Arm, Plan
+from bwsft.experiments.scales import Scale
+from bwsft.flops import Cost
+
+PAPER_TOKENS_PER_S = 5100  # one A100, the paper's figure for LLaDA-8B with LoRA
+A100_FLOPS, UTILISATION = 312e12, 0.4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One cell."""
+
+    updates: int
+    tokens: float
+    flops: float
+
+    @property
+    def paper_hours(self) -> float:
+        """At the paper's tokens per second."""
+        return self.tokens / PAPER_TOKENS_PER_S / 3600
+
+    @property
+    def flop_hours(self) -> float:
+        """At 40 % of an A100's dense bf16 peak."""
+        return self.flops / (A100_FLOPS * UTILISATION) / 3600
+
+
+def shape_of(config: c.Config) -> Cost:
+    """Layer sizes of the run's model: its config.json where it is a folder, the embedded base's, or
+    LLaDA-8B's for a Hub id, which is not looked up."""
+    from bwsft.backbones.llada_config import LladaConfig
+    from bwsft.models import TINY
+
+    folder = Path(config.model) if config.model else TINY
+    if not (folder / "config.json").is_file():
+        found = LladaConfig()
+    else:
+        found = LladaConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    return Cost(found.d_model, found.n_layers, found.mlp_hidden_size, found.vocab_size)
+
+
+def row_tokens(config: c.Config) -> tuple[float, float]:
+    """(prompt, canvas behind it) of a nominal row: half of max_length is prompt."""
+    prompt = config.max_length / 2
+    if config.dataset.canvas == "fixed":
+        return prompt, config.gen_length
+    return prompt, config.max_length - prompt
+
+
+def update_flops(config: c.Config, shape: Cost, prompt: float, canvas: float) -> float:
+    """FLOPs of one update with rows of `prompt` + `canvas` tokens, forward and backward.
+
+    A frozen matrix costs as much backward as forward, a trained one twice; attention's scores cost
+    twice. Half of the supervised region bears loss on average. Adapters cost three forwards.
+    """
+    length, adapted = prompt + canvas, config.lora.rank > 0
+    back = 1 if adapted else 2
+    objective, draws = config.objective.name, config.draws_per_context
+    block = min(config.block_size, canvas)
+    if objective == "blockwise" and config.context == "block_causal":
+        rows = prompt + 2 * canvas
+        once = (1 + back) * (shape.active(rows, rows) + shape.head(canvas / 2))
+        return config.batch_size * (once + adapters(config, shape) * 3 * rows)
+    if objective == "blockwise" and config.context == "cached":
+        draw = (1 + back) * (shape.active(block, length) + shape.head(block / 2))
+        draw += adapters(config, shape) * 3 * block
+        return config.batch_size * (shape.whole(length) + draws * draw)
+    if objective == "blockwise":
+        once = (1 + back) * (shape.whole(length, block) + shape.head(block / 2))
+        return config.batch_size * draws * (once + adapters(config, shape) * 3 * length)
+    forward = shape.whole(length) + shape.head(canvas / 2)
+    once = (1 + back) * forward + adapters(config, shape) * 3 * length
+    rows = 2 if objective == "rdm" and config.objective.rdm.coupled else 1
+    extra = forward if objective == "two_step" else 0
+    return config.batch_size * (rows * once + extra)
+
+
+def adapters(config: c.Config, shape: Cost) -> float:
+    """Forward FLOPs of the adapters per token."""
+    if not config.lora.rank:
+        return 0
+    square, mlp = (2, 1) if config.lora.targets == "released" else (4, 3)
+    square += config.lora.targets == "released"  # q, k, v of the four that it hits, and up
+    widths = square * 2 * shape.d + mlp * (shape.d + shape.mlp)
+    return 2 * shape.layers * config.lora.rank * widths
+
+
+def estimate(arm: Arm, plan: Plan) -> Estimate | None:
+    """One cell of an arm; None for the untouched base. Traversals are reckoned from the examples
+    that --dataset.limit leaves, in full canvases."""
+    if not arm.trained:
+        return None
+    config, shape = arm.config, shape_of(arm.config)
+    prompt, canvas = row_tokens(config)
+    per_update = update_flops(config, shape, prompt, canvas)
+    updates = config.steps
+    if arm.equal_flops_of is not None:
+        other = next(a.config for a in plan.arms if a.name == arm.equal_flops_of)
+        updates = round(other.steps * update_flops(other, shape, prompt, canvas) / per_update)
+    if arm.traversals is not None:
+        examples = (config.dataset.limit or config.steps * config.batch_size)
+        examples -= config.dataset.holdout if config.dataset.limit else 0
+        each = canvas // config.block_size if config.objective.blocks == "each" else 1
+        updates = round(examples * each * arm.traversals / config.batch_size)
+    tokens = updates * config.batch_size * (prompt + canvas)
+    return Estimate(updates, tokens, updates * per_update)
+
+
+def print_plan(plan: Plan, scale: Scale, seeds: list[int]) -> None:
+    """The plan as a table, then its claims."""
+    prompt, canvas = row_tokens(scale.base)
+    table = Table(title=f"{plan.title} ({scale.name}), {len(seeds)} seeds")
+    for head in ("arm", "updates", "tokens", "TFLOP", "h at 5.1k tok/s", "h at 40 % A100"):
+        table.add_column(head, justify="left" if head == "arm" else "right")
+    hours = 0.0
+    measured: dict[tuple, list[str]] = {}
+    for arm in plan.arms:
+        found = estimate(arm, plan)
+        measured.setdefault(arm.measures, []).append(arm.name)
+        if found is None:
+            table.add_row(arm.name, *["-"] * 5)
+            continue
+        hours += found.flop_hours * len(seeds)
+        table.add_row(
+            arm.name,
+            f"{found.updates:,}",
+            f"{found.tokens:,.0f}",
+            f"{found.flops / 1e12:,.2f}",
+            f"{found.paper_hours:.2g}",
+            f"{found.flop_hours:.2g}",
+        )
+    console = Console()
+    console.print(plan.question, highlight=False)
+    console.print(table)
+    console.print(
+        f"per cell; nominal rows of {prompt:.0f} + {canvas:.0f} tokens; all cells together "
+        f"{hours:.2g} A100 hours of training at 40 % of the peak, decoding not counted",
+        highlight=False,
+    )
+    for measures, names in measured.items():
+        console.print(f"measured on {'; '.join(names)}: {' '.join(measures)}", highlight=False)
+    for claim in plan.claims:
+        console.print(f"claim: {claim.text}", highlight=False)

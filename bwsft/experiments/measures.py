@@ -1,0 +1,128 @@
+"""What is measured on a trained cell: held-out blockwise NELBO and exact match, at a block size.
+
+A measure is a name: "nelbo@10" and "solved@10" on generated test problems; "gsm8k@32" and "math@32"
+on answer files, under the ladder and under the paper's strict rule; "pilot@10", the NELBO on the
+half of the test problems that chooses settings and that no result is reported on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from bwsft import config as c
+from bwsft import data as d
+from bwsft import wordproblems
+from bwsft.models import Trained, load_trained
+from bwsft.modes import Mode
+from bwsft.objectives import nelbo
+
+TEST_SEED = 1  # of the generated problems
+EXAM_MASKS = 4242  # seed of the held-out masks, which no run uses
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What all cells of a folder are examined on."""
+
+    problems: int = 100
+    """Generated test problems that are decoded, and on which the NELBO is taken."""
+    draws: int = 8
+    """Masked states per problem."""
+    gsm8k: str | None = None
+    """GSM8K-shaped answer file."""
+    math: str | None = None
+    """MATH-shaped answer file."""
+    nelbo_data: str | None = None
+    """Records for the NELBO; none: generated problems."""
+    batch_size: int = 50
+    """Sequences scored or decoded together."""
+
+
+def measure(name: str, source: str | None, cell, exam: Exam, folder: Path) -> dict:
+    """Take one measure of the model `source` (a run folder; None: the embedded base)."""
+    kind, _, block = name.partition("@")
+    config = dataclasses.replace(cell.config, block_size=int(block))
+    if kind in ("nelbo", "pilot"):
+        trained = load_trained(source, device=config.device)
+        return {"value": held_out_nelbo(trained, config, exam, pilot=kind == "pilot")}
+    if kind == "solved":
+        return solved(load_trained(source, device=config.device), config, exam)
+    return answers(kind, source, config, exam, folder / f"{cell.key}-{kind}-b{block}")
+
+
+def test_problems(count: int, pilot: bool = False) -> list[dict]:
+    """Generated problems of the test split; the numbers of a problem decide which half it is in."""
+    asked = wordproblems.generate(4 * count, TEST_SEED, split="test")
+    half = [p for p in asked if sum(map(int, re.findall(r"\d+", p["query"]))) % 2 == int(pilot)]
+    assert len(half) >= count
+    return half[:count]
+
+
+def held_out_nelbo(trained: Trained, config: c.Config, exam: Exam, pilot: bool = False) -> float:
+    """Nats per response token in the cell's own context mode, the same masks for all cells. End
+    tokens that fill a block don't count: at another block size there would be others."""
+    from bwsft.objectives.blockwise import mask_spec
+
+    family = trained.backbone.family
+    generated = test_problems(exam.problems, pilot)
+    options = d.DataOptions(
+        template=config.dataset.template, max_length=config.max_length,
+        gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
+    )  # fmt: skip
+    examples = d.load_set(exam.nelbo_data or generated, trained.tokenizer, options)
+    layout = d.CanvasLayout(
+        mask_id=family.mask_id, eos_id=family.eos_id, block_size=config.block_size,
+        gen_length=config.gen_length, max_length=config.max_length,
+        block_origin=family.block_origin, fill=False,
+    )  # fmt: skip
+    indices = range(min(exam.problems, len(examples)))
+    batches = [
+        d.pack([examples.example(i) for i in indices[start : start + exam.batch_size]], layout)
+        for start in range(0, len(indices), exam.batch_size)
+    ]
+    spec = dataclasses.replace(mask_spec(config, family), seed=EXAM_MASKS)
+    device = next(trained.backbone.parameters()).device
+    run = SimpleNamespace(
+        backbone=trained.backbone, spec=spec, eval_spec=spec, device=device,
+        autocast=contextlib.nullcontext,
+    )  # fmt: skip
+    mode = Mode(config.context)
+    return nelbo.blockwise_nelbo(lambda s: mode.score(run, s), batches, spec, exam.draws)
+
+
+def solved(trained: Trained, config: c.Config, exam: Exam) -> dict:
+    """Exact match on generated problems, one token a step; `each` keeps every problem's result."""
+    from bwsft.demo import solve
+
+    problems = test_problems(exam.problems)
+    right, found = solve(trained, problems, config, "exam", config.context)
+    return {
+        "value": sum(right) / len(right),
+        "each": "".join("01"[ok] for ok in right),
+        "passes": sum(generation.passes for generation in found),
+    }
+
+
+def answers(task: str, source: str | None, config: c.Config, exam: Exam, stem: Path) -> dict:
+    """Pass@1 on an answer file at fixed decoder settings: greedy, one token a step."""
+    from bwsft.decoder import DecoderOptions, make_decoder
+    from bwsft.evaluate import EvaluateOptions, evaluate
+
+    file = getattr(exam, task)
+    if file is None:
+        raise ValueError(f"measuring {task} needs --{task} FILE")
+    options = DecoderOptions(
+        gen_length=config.gen_length, block_size=config.block_size, context=config.context,
+        template=config.dataset.template, batch_size=exam.batch_size, device=config.device,
+    )  # fmt: skip
+    asked = EvaluateOptions(
+        task=task, model=Path(source or "embedded"), data=Path(file),
+        save=stem.with_suffix(".jsonl"), json=stem.with_suffix(".json"),
+    )  # fmt: skip
+    result = evaluate(asked, lambda questions: make_decoder(source, options)(questions))
+    return {"value": result["ladder_accuracy"], "strict": result["strict_accuracy"]}

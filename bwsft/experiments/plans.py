@@ -1,0 +1,293 @@
+"""What each experiment of the paper compares, and what would count as reproducing it.
+
+An `Arm` is one row: a training config and what is measured on its result. A `Claim` is one sentence
+of the paper as a contrast of measures, written down with the plan: two sets of (arm, measure), and
+which should be smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bwsft import config as c
+from bwsft.experiments.scales import Scale
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of an experiment; cells are its seeds."""
+
+    name: str
+    config: c.Config
+    """Without seed and folder."""
+    measures: tuple[str, ...]
+    """"nelbo@B" and "solved@B" / "gsm8k@B" / "math@B": decoded in blocks of B."""
+    trained: bool = True
+    """False: the untouched base, decoded as this config says."""
+    equal_flops_of: str | None = None
+    """Updates are scaled so that the FLOPs equal this arm's."""
+    traversals: int | None = None
+    """Updates are those of so many traversals of the data."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The mean of `smaller` lies below the mean of `larger`, each a tuple of (arm, measure)."""
+
+    text: str
+    smaller: tuple[tuple[str, str], ...]
+    larger: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    title: str
+    question: str
+    arms: tuple[Arm, ...]
+    claims: tuple[Claim, ...]
+
+
+OBJECTIVES = ("classical", "mdlm", "soft_masked", "rdm", "two_step", "blockwise")
+MODES = {
+    "cached, k 1": {"context": "cached"},
+    "cached, k 4": {"context": "cached", "draws_per_context": 4},
+    "block_causal": {"context": "block_causal"},
+}
+SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
+PILOT_RATES = (3e-4, 1e-3, 3e-3)
+PILOT_SEED = 1000
+
+
+def with_objective(scale: Scale, name: str, **changes) -> c.Config:
+    """The scale's config with an objective and the learning rate that belongs to it."""
+    config = dataclasses.replace(scale.base, **changes)
+    objective = dataclasses.replace(config.objective, name=name)
+    if name != "blockwise":  # what belongs to blocks, as the `released` preset sets it
+        plain = c.ObjectiveConfig(name=name)
+        empty = objective.empty if name == "classical" else plain.empty
+        objective = dataclasses.replace(plain, empty=empty)
+    elif config.context == "block_causal":  # every block of a visit is trained
+        objective = dataclasses.replace(objective, blocks="uniform")
+    lr = scale.rates.get(rate_key(name, config), config.optim.lr)
+    optim = dataclasses.replace(config.optim, lr=lr)
+    return dataclasses.replace(config, objective=objective, optim=optim)
+
+
+def rate_key(name: str, config: c.Config) -> str:
+    """What a learning rate belongs to: an objective, or a context mode with its draws."""
+    if config.context == "exact":
+        return name
+    return f"{config.context}, k {config.draws_per_context}"
+
+
+def matches(scale: Scale, blocks: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(f"{task}@{b}" for task in scale.tasks for b in blocks)
+
+
+def usual(scale: Scale) -> tuple[str, ...]:
+    """NELBO at every block size of the grid, exact match at the scale's own."""
+    return tuple(f"nelbo@{b}" for b in scale.grid) + matches(scale, (scale.block_size,))
+
+
+def accuracy(scale: Scale) -> str:
+    return matches(scale, (scale.block_size,))[0]
+
+
+def better(scale: Scale, name: str, other: str) -> list[Claim]:
+    """`name` beats `other` in NELBO and in exact match at the scale's block size."""
+    nelbo = f"nelbo@{scale.block_size}"
+    out = [Claim(f"{name} has a lower NELBO than {other}", ((name, nelbo),), ((other, nelbo),))]
+    for match in matches(scale, (scale.block_size,)):
+        text = f"{name} solves more of {match.split('@')[0]} than {other}"
+        out.append(Claim(text, ((other, match),), ((name, match),)))
+    return out
+
+
+def base_arm(scale: Scale, measures=None, **changes) -> Arm:
+    mode = changes.get("context", "exact")
+    name = "base" if mode == "exact" else f"base, {mode}"
+    config = with_objective(scale, "blockwise", **changes)
+    return Arm(name, config, measures or usual(scale), trained=False)
+
+
+def table(scale: Scale) -> Plan:
+    """The paper's main table under EQUAL-FLOPS, with rows at strictly equal FLOPs and the context
+    modes."""
+    measures = usual(scale)
+    arms = [base_arm(scale)]
+    arms += [Arm(name, with_objective(scale, name), measures) for name in OBJECTIVES]
+    for name in ("rdm", "two_step"):  # their updates cost more: fewer of them
+        config = with_objective(scale, name)
+        arms.append(Arm(f"{name}, equal FLOPs", config, measures, equal_flops_of="classical"))
+    for name, changes in MODES.items():
+        config = with_objective(scale, "blockwise", **changes)
+        own = (f"nelbo@{scale.block_size}", *matches(scale, (scale.block_size,)))
+        arms.append(Arm(name, config, own, equal_flops_of="classical"))
+    claims = []
+    for other in ("base", *OBJECTIVES[:-1]):
+        claims += better(scale, "blockwise", other)
+    for mode in MODES:
+        claims += better(scale, mode, "blockwise")
+    return Plan(
+        "table",
+        "The paper's table: base and six objectives",
+        "Does Blockwise SFT beat the other objectives at the same number of updates (EQUAL-FLOPS), "
+        "decoded in blocks? Do the context modes change the order?",
+        tuple(arms),
+        tuple(claims),
+    )
+
+
+def equal_flops(scale: Scale) -> Plan:
+    """Base, classical and blockwise at equal updates: the core of the table."""
+    names = ("classical", "blockwise")
+    arms = [Arm(name, with_objective(scale, name), usual(scale)) for name in names]
+    claims = better(scale, "blockwise", "classical")
+    return Plan(
+        "equal-flops",
+        "EQUAL-FLOPS",
+        "Blockwise against Classical at the same number of updates of the same size.",
+        (base_arm(scale), *arms),
+        tuple(claims),
+    )
+
+
+def equal_tokens(scale: Scale) -> Plan:
+    """Equal supervised region: tau traversals, each block of each example once per traversal."""
+    arms, claims = [base_arm(scale)], []
+    # Ninety cells would take the mini scale an hour: the claim is about these two.
+    names = ("classical", "blockwise") if scale.name == "mini" else OBJECTIVES
+    for tau in (1, 2, 3):
+        for name in names:
+            config = with_objective(scale, name)
+            if scale.traversal_examples is not None:
+                limit = scale.traversal_examples + config.dataset.holdout
+                data = dataclasses.replace(config.dataset, limit=limit)
+                config = dataclasses.replace(config, dataset=data)
+            if name == "blockwise":
+                objective = dataclasses.replace(config.objective, blocks="each")
+                config = dataclasses.replace(config, objective=objective)
+            arms.append(Arm(f"{name}, tau {tau}", config, usual(scale), traversals=tau))
+        claims += better(scale, f"blockwise, tau {tau}", f"classical, tau {tau}")
+    return Plan(
+        "equal-tokens",
+        "EQUAL-TOKENS",
+        "Blockwise against the others at the same number of supervised region tokens.",
+        tuple(arms),
+        tuple(claims),
+    )
+
+
+def block_grid(scale: Scale) -> Plan:
+    """Training block size x decoding block size, at equal updates."""
+    measures = tuple(f"nelbo@{b}" for b in scale.grid) + matches(scale, scale.grid)
+    arms = [base_arm(scale, measures)]
+    for b in scale.grid:
+        config = with_objective(scale, "blockwise", block_size=b)
+        arms.append(Arm(f"B {b}", config, measures))
+    claims = []
+    for kind in ("nelbo", *scale.tasks):
+        matched = tuple((f"B {b}", f"{kind}@{b}") for b in scale.grid)
+        crossed = tuple(
+            (f"B {a}", f"{kind}@{b}") for a in scale.grid for b in scale.grid if a != b
+        )
+        small, large = (matched, crossed) if kind == "nelbo" else (crossed, matched)
+        text = f"trained and decoded at the same block size is better than crossed ({kind})"
+        claims.append(Claim(text, small, large))
+    return Plan(
+        "block-grid",
+        "Block size of training and of decoding",
+        "Is a model best at the block size it was trained at?",
+        tuple(arms),
+        tuple(claims),
+    )
+
+
+def ablation(scale: Scale, field: str, name: str, title: str, question: str) -> Plan:
+    """One share of noise in the context, from none to all, at the grid's smallest block size."""
+    b = scale.small_block
+    measures = (f"nelbo@{b}", *matches(scale, (b,)))
+    arms = []
+    for share in SHARES:
+        config = with_objective(scale, "blockwise", block_size=b)
+        objective = dataclasses.replace(config.objective, **{field: share})
+        config = dataclasses.replace(config, objective=objective)
+        arms.append(Arm(f"{share:.0%}", config, measures))
+    none, claims = arms[0].name, []
+    for arm in arms[1:]:
+        text = f"{arm.name} is worse than none"
+        claims.append(
+            Claim(f"{text} (NELBO)", ((none, measures[0]),), ((arm.name, measures[0]),))
+        )
+    for match in measures[1:]:
+        task = match.split("@")[0]
+        text = f"{arms[-1].name} is worse than none ({task})"
+        claims.append(Claim(text, ((arms[-1].name, match),), ((none, match),)))
+    return Plan(name, title, question, (base_arm(scale, measures), *arms), tuple(claims))
+
+
+def prefix_noise(scale: Scale) -> Plan:
+    return ablation(
+        scale,
+        "prefix_noise",
+        "prefix-noise",
+        "Noise in the prefix",
+        "How much does training suffer if earlier response tokens are masked too?",
+    )
+
+
+def suffix_leak(scale: Scale) -> Plan:
+    return ablation(
+        scale,
+        "suffix_leak",
+        "suffix-leak",
+        "A suffix that leaks",
+        "How much does training suffer if later response tokens stay visible?",
+    )
+
+
+def dynamics(scale: Scale) -> Plan:
+    """Curves over the updates; the cells are the table's."""
+    plan = equal_flops(scale)
+    mean = tuple(("blockwise", f"curve@{q}") for q in (25, 50, 75, 100))
+    other = tuple(("classical", f"curve@{q}") for q in (25, 50, 75, 100))
+    claim = Claim("blockwise's held-out NELBO lies below classical's along the run", mean, other)
+    return Plan(
+        "dynamics",
+        "Training dynamics",
+        "Held-out blockwise NELBO along the run: the one curve on which two objectives compare "
+        "(their training losses are of different tasks).",
+        plan.arms[1:],
+        (claim,),
+    )
+
+
+def pilot(scale: Scale) -> Plan:
+    """Learning rates, on a seed and on problems that the study does not use."""
+    arms = []
+    tried = [(name, {}) for name in OBJECTIVES] + [("blockwise", m) for m in MODES.values()]
+    for name, changes in tried:
+        for lr in PILOT_RATES:
+            config = with_objective(scale, name, **changes)
+            optim = dataclasses.replace(config.optim, lr=lr)
+            config = dataclasses.replace(config, optim=optim)
+            label = next((m for m, change in MODES.items() if change and change == changes), name)
+            measures = (f"pilot@{scale.block_size}",)
+            arms.append(Arm(f"{label}, lr {lr:g}", config, measures))
+    question = "Which peak learning rate suits each arm?"
+    return Plan("pilot", "Pilot: learning rates", question, tuple(arms), ())
+
+
+PLANS: dict[str, Callable[[Scale], Plan]] = {
+    "table": table,
+    "equal-flops": equal_flops,
+    "equal-tokens": equal_tokens,
+    "block-grid": block_grid,
+    "prefix-noise": prefix_noise,
+    "suffix-leak": suffix_leak,
+    "dynamics": dynamics,
+    "pilot": pilot,
+}

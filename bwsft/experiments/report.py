@@ -1,0 +1,154 @@
+"""A finished experiment as a Markdown page, a CSV with one line per cell, and a figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bwsft.checkpoint import versions
+from bwsft.experiments.figures import draw
+from bwsft.experiments.measures import Exam
+from bwsft.experiments.plans import Plan
+from bwsft.experiments.results import Judged, Row, judge
+from bwsft.experiments.scales import Scale
+from bwsft.experiments.statistics import mean_error
+from bwsft.files import write_atomic
+
+LABELS = {"nelbo": "NELBO", "pilot": "pilot NELBO", "solved": "solved", "math": "MATH"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Everything a report is made from."""
+
+    plan: Plan
+    scale: Scale
+    seeds: list[int]
+    exam: Exam
+    rows: list[Row]
+
+    @property
+    def measures(self) -> list[str]:
+        """Measures of the plan's arms, in order; curves are drawn, not listed."""
+        names = dict.fromkeys(m for arm in self.plan.arms for m in arm.measures)
+        return [name for name in names if not name.startswith("curve")]
+
+
+def write(finished: Finished, folder: Path) -> Path:
+    """Write NAME.md, NAME.csv and NAME.png into the folder; returns the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = finished.plan.name
+    judged = judge(finished.plan, finished.rows, len(finished.seeds))
+    write_atomic(folder / f"{name}.csv", csv_text(finished))
+    write_atomic(folder / f"{name}.png", draw(finished))
+    page = folder / f"{name}.md"
+    write_atomic(page, markdown(finished, judged))
+    return page
+
+
+def markdown(finished: Finished, judged: list[Judged]) -> str:
+    plan = finished.plan
+    lines = [f"# {plan.title} ({finished.scale.name})", "", plan.question, ""]
+    lines += [settings(finished), "", *table(finished), "", f"![{plan.title}]({plan.name}.png)", ""]
+    if judged:
+        lines += claims(judged)
+    return "\n".join(lines)
+
+
+def settings(finished: Finished) -> str:
+    """One paragraph with everything that all arms share."""
+    base, exam = finished.scale.base, finished.exam
+    model = base.model or "the embedded base"
+    data = base.data or "generated word problems"
+    found = versions()
+    made = " ".join(f"{k} {found[k]}" for k in ("bwsft", "torch", "transformers") if k in found)
+    rates = ", ".join(f"{k} {v:g}" for k, v in finished.scale.rates.items())
+    return (
+        f"`bwsft experiment {finished.plan.name} --scale {finished.scale.name}`, "
+        f"{time.strftime('%Y-%m-%d')}, {made}, {platform.machine()}. {model} on {data}, "
+        f"{len(finished.seeds)} seeds, {base.batch_size} sequences an update, peak learning rate "
+        f"{base.optim.lr:g}{f' (but {rates})' if rates else ''}, canvas {base.gen_length}. "
+        f"Examined on {exam.problems} problems with {exam.draws} masked states each; decoding is "
+        "greedy, one token a step. Mean ± standard error over seeds; the seeds share the starting "
+        "model and the exam, so the intervals say nothing about other problems. FLOPs are counted."
+    )
+
+
+def table(finished: Finished) -> list[str]:
+    names = finished.measures
+    heads = ["arm", "updates", "TFLOP", "supervised tokens", "region tokens"]
+    heads += [label(name) for name in names]
+    heads += [f"{label(n)}, strict" for n in names if n.startswith(("gsm8k", "math"))]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    for row in finished.rows:
+        counted = [row.trained(k) for k in ("updates", "supervised_tokens", "region_tokens")]
+        updates, supervised, region = ("-" if v is None else f"{v:,.0f}" for v in counted)
+        flops = "-" if row.flops is None else f"{row.flops / 1e12:,.2f}"
+        cells = [row.name, updates, flops, supervised, region]
+        cells += [spread(row.values(name), percent=not is_nelbo(name)) for name in names]
+        cells += [
+            spread([cell["measures"][n]["strict"] for cell in row.cells], percent=True)
+            for n in names
+            if n.startswith(("gsm8k", "math")) and row.values(n) is not None
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def is_nelbo(name: str) -> bool:
+    return name.startswith(("nelbo", "pilot", "curve"))
+
+
+def label(name: str) -> str:
+    kind, _, block = name.partition("@")
+    return f"{LABELS.get(kind, kind.upper())}, B {block}"
+
+
+def spread(values: list[float] | None, percent: bool) -> str:
+    if values is None:
+        return "-"
+    mean, error = mean_error(values)
+    form = "{:.1%}" if percent else "{:.4f}"
+    return form.format(mean) + ("" if math.isnan(error) else " ± " + form.format(error))
+
+
+def claims(judged: list[Judged]) -> list[str]:
+    """The table of the plan's claims; differences are (should be smaller) - (should be larger)."""
+    lines = [
+        "| claim, written down before the exam | difference [95 % interval] | p (Holm) | verdict |",
+        "|---|---:|---:|---|",
+    ]
+    for j in judged:
+        f = j.found
+        shown = f"{f.mean:+.4f} [{f.low:+.4f}, {f.high:+.4f}]" if f.n > 1 else f"{f.mean:+.4f}"
+        p = "-" if math.isnan(j.adjusted_p) else f"{j.adjusted_p:.3g}"
+        lines.append(f"| {j.claim.text} | {shown} | {p} | {j.verdict} |")
+    note = (
+        "A claim holds if the difference is negative: paired t test over seeds, p-values adjusted "
+        "over the claims of this page. `opposite` means significantly the other way."
+    )
+    return [*lines, "", note, ""]
+
+
+def csv_text(finished: Finished) -> str:
+    out = io.StringIO()
+    names = finished.measures
+    counted = ("updates", "tokens", "supervised_tokens", "region_tokens", "loss", "seconds")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["arm", "seed", "flops", *counted, *names, "evals"])
+    for row in finished.rows:
+        for i, cell in enumerate(row.cells):
+            train = cell.get("train", {})
+            seed = finished.seeds[i] if train else ""
+            values = [cell["measures"].get(name, {}).get("value", "") for name in names]
+            evals = json.dumps(train.get("evals", [])) if train else ""
+            flops = "" if row.flops is None else f"{row.flops:.6g}"
+            numbers = [train.get(k, "") for k in counted]
+            writer.writerow([row.name, seed, flops, *numbers, *values, evals])
+    return out.getvalue()

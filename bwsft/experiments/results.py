@@ -1,0 +1,75 @@
+"""From finished cells to numbers: values of arms over seeds, and the claims judged."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from bwsft.experiments.plans import Claim, Plan
+from bwsft.experiments.statistics import Contrast, contrast, holm, verdict
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm: its cells' records in the order of the seeds (one for the untouched base)."""
+
+    name: str
+    cells: list[dict]
+    flops: float | None
+    """Training FLOPs of a cell."""
+
+    def values(self, measure: str) -> list[float] | None:
+        """One value per cell; None if the arm doesn't take this measure."""
+        kind, _, at = measure.partition("@")
+        if kind == "curve":
+            return [curve(cell, float(at) / 100) for cell in self.cells]
+        if any(measure not in cell["measures"] for cell in self.cells):
+            return None
+        return [cell["measures"][measure]["value"] for cell in self.cells]
+
+    def trained(self, name: str) -> float | None:
+        """Mean over cells of what the training counted."""
+        if "train" not in self.cells[0]:
+            return None
+        return statistics.fmean(cell["train"][name] for cell in self.cells)
+
+
+def curve(cell: dict, share: float) -> float:
+    """Held-out NELBO at the evaluation nearest to this share of the updates."""
+    evals = cell["train"]["evals"]
+    return min(evals, key=lambda e: abs(e[0] - share * evals[-1][0]))[1]
+
+
+@dataclass(frozen=True)
+class Judged:
+    claim: Claim
+    found: Contrast
+    adjusted_p: float
+    verdict: str
+
+
+def judge(plan: Plan, rows: list[Row], seeds: int) -> list[Judged]:
+    """The plan's claims in order, p-values adjusted over them (Holm)."""
+    by_name = {row.name: row for row in rows}
+    found = [contrast(differences(claim, by_name, seeds)) for claim in plan.claims]
+    adjusted = holm([f.p for f in found])
+    return [
+        Judged(claim, f, p, verdict(f, p))
+        for claim, f, p in zip(plan.claims, found, adjusted, strict=True)
+    ]
+
+
+def differences(claim: Claim, rows: dict[str, Row], seeds: int) -> list[float]:
+    """Per seed: mean of the side that should be smaller minus mean of the other."""
+
+    def side(members) -> list[float]:
+        columns = [over_seeds(rows[arm].values(measure), seeds) for arm, measure in members]
+        return [statistics.fmean(column[i] for column in columns) for i in range(seeds)]
+
+    small, large = side(claim.smaller), side(claim.larger)
+    return [a - b for a, b in zip(small, large, strict=True)]
+
+
+def over_seeds(values: list[float], seeds: int) -> list[float]:
+    """The untouched base has one value for all seeds."""
+    return values * seeds if len(values) == 1 else values

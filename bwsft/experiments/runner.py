@@ -1,0 +1,145 @@
+"""Runs the cells of a plan, several at a time, and leaves finished ones alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from pathlib import Path
+
+from tqdm import tqdm
+
+from bwsft import config as c
+from bwsft.experiments import cells
+from bwsft.experiments.cells import Cell
+from bwsft.experiments.measures import Exam
+from bwsft.experiments.plans import Arm, Plan
+from bwsft.experiments.results import Row
+from bwsft.files import write_atomic
+
+
+def run_plan(plan: Plan, seeds: list[int], folder: Path, exam: Exam, jobs: int) -> list[Row]:
+    """Meter, train and measure everything that isn't done; returns the rows in the plan's order.
+
+    A failed cell stops the experiment after the running ones; run it again to go on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    check_exam(folder, exam)
+    arms = [arm for arm in plan.arms if arm.trained]
+    meters = Meters(folder / "meters.json")
+    # Spawned: torch's threads don't survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context) as pool:
+        metered = {
+            meters.key(arm.config): pool.submit(cells.meter, arm.config)
+            for arm in arms
+            if meters.key(arm.config) not in meters.known
+        }
+        gather(list(metered.values()), "counting FLOPs")
+        meters.add({key: future.result() for key, future in metered.items()})
+        planned = [(arm, settle(arm, plan, meters)) for arm in plan.arms]
+        work = {}
+        for arm, config in planned:
+            for cell in cells_of(arm, config, seeds):
+                if cells.missing(folder, cell, arm_measures(arm)):
+                    wanted = {*work.get(cell.key, (cell, ()))[1], *arm_measures(arm)}
+                    work[cell.key] = (cell, tuple(sorted(wanted)))
+        gather([pool.submit(cells.run, folder, *todo, exam) for todo in work.values()], plan.name)
+    return [row(arm, config, seeds, folder, meters) for arm, config in planned]
+
+
+def gather(futures: list, what: str) -> None:
+    """Wait for all with a progress bar; the first failure cancels what hasn't begun."""
+    with tqdm(total=len(futures), desc=what, unit="cell") as bar:
+        for future in futures:
+            future.add_done_callback(lambda _: bar.update())
+        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in waiting:
+            future.cancel()
+        for future in done:
+            future.result()
+
+
+def check_exam(folder: Path, exam: Exam) -> None:
+    """All cells of a folder are examined alike; ValueError if this exam differs."""
+    path, now = folder / "exam.json", dataclasses.asdict(exam)
+    now.pop("batch_size")
+    if not path.exists():
+        write_atomic(path, json.dumps(now, indent=1) + "\n")
+        return
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if changed := [k for k in now if stored.get(k) != now[k]]:
+        raise ValueError(
+            f"{folder} was examined with {changed[0]} = {stored.get(changed[0])!r}, not "
+            f"{now[changed[0]]!r}: keep the setting, or choose another --out"
+        )
+
+
+class Meters:
+    """FLOPs per token of every config that was metered, kept in one file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        text = path.read_text(encoding="utf-8") if path.exists() else "{}"
+        self.known: dict[str, dict] = json.loads(text)
+
+    @staticmethod
+    def key(config: c.Config) -> str:
+        """Updates, seed and learning rate don't change an update's FLOPs."""
+        plain = dataclasses.replace(
+            config, steps=100, save_every=100, seed=0, optim=c.OptimConfig(), eval=c.EvalConfig()
+        )
+        return Cell(plain).key
+
+    def add(self, found: dict[str, dict]) -> None:
+        if found:
+            self.known.update(found)
+            write_atomic(self.path, json.dumps(self.known, indent=1) + "\n")
+
+    def flops(self, config: c.Config) -> float:
+        """FLOPs of one update."""
+        found = self.known[self.key(config)]
+        return found["flops_per_token"] * found["tokens"]
+
+
+def settle(arm: Arm, plan: Plan, meters: Meters) -> c.Config:
+    """The arm's config with its number of updates."""
+    if arm.traversals is not None:
+        from bwsft.experiments.protocols import updates_of_traversals
+
+        return with_updates(arm.config, updates_of_traversals(arm.config, arm.traversals))
+    if arm.equal_flops_of is not None:
+        other = next(a.config for a in plan.arms if a.name == arm.equal_flops_of)
+        budget = other.steps * meters.flops(other)
+        return with_updates(arm.config, max(1, round(budget / meters.flops(arm.config))))
+    return arm.config
+
+
+def with_updates(config: c.Config, steps: int) -> c.Config:
+    """The config with this many updates, saved once at the end and evaluated ten times."""
+    every = max(steps // 10, 1) if config.eval.every else 0
+    evals = dataclasses.replace(config.eval, every=every)
+    return dataclasses.replace(config, steps=steps, save_every=steps, eval=evals)
+
+
+def arm_measures(arm: Arm) -> tuple[str, ...]:
+    return tuple(m for m in arm.measures if not m.startswith("curve"))
+
+
+def cells_of(arm: Arm, config: c.Config, seeds: list[int]) -> Iterator[Cell]:
+    if not arm.trained:
+        yield Cell(config, trained=False)
+        return
+    for seed in seeds:
+        yield Cell(dataclasses.replace(config, seed=seed))
+
+
+def row(arm: Arm, config: c.Config, seeds: list[int], folder: Path, meters: Meters) -> Row:
+    found = [cells.read(folder, cell) for cell in cells_of(arm, config, seeds)]
+    if not arm.trained:
+        return Row(arm.name, found, None)
+    per_token = meters.known[meters.key(config)]["flops_per_token"]
+    mean_tokens = sum(cell["train"]["tokens"] for cell in found) / len(found)
+    return Row(arm.name, found, per_token * mean_tokens)

@@ -1,0 +1,260 @@
+"""The paper's comparisons: plans, cells that are done once, protocols, statistics, reports."""
+
+import csv
+import dataclasses
+import json
+import math
+import statistics
+
+import pytest
+from scipy import stats as scipy_stats
+
+from bwsft import config as c
+from bwsft import presets
+from bwsft.cli import main
+from bwsft.experiments import cells, estimate, measures, plans, results, scales
+from bwsft.experiments import statistics as st
+from bwsft.experiments.runner import Meters, check_exam, settle
+
+MINI, BIG = scales.mini(), scales.eight_b()
+
+
+@pytest.mark.parametrize("scale", [MINI, BIG, scales.eight_b("released")], ids=lambda s: s.name)
+@pytest.mark.parametrize("name", plans.PLANS)
+def test_every_plan_resolves(scale, name):
+    plan = plans.PLANS[name](scale)
+    assert plan.name == name
+    names = [arm.name for arm in plan.arms]
+    assert len(set(names)) == len(names)
+    for arm in plan.arms:
+        c.validate(arm.config)
+        for measure in arm.measures:
+            assert scale.base.gen_length % int(measure.split("@")[1]) == 0 or "curve" in measure
+    taken = {arm.name: arm.measures for arm in plan.arms}
+    for claim in plan.claims:
+        for arm, measure in (*claim.smaller, *claim.larger):
+            assert measure in taken[arm] or measure.startswith("curve"), claim.text
+
+
+def test_arms_change_one_thing():
+    plan = plans.table(MINI)
+    by_name = {arm.name: arm.config for arm in plan.arms}
+    rates = {line.split(":")[0] for line in c.differences(by_name["classical"], by_name["mdlm"])}
+    assert rates <= {"objective.name", "optim.lr"}
+    changed = c.differences(by_name["blockwise"], by_name["cached, k 4"])
+    assert {line.split(":")[0] for line in changed} <= {"context", "draws_per_context", "optim.lr"}
+    for name in ("prefix_noise", "suffix_leak"):
+        arms = plans.PLANS[name.replace("_", "-")](MINI).arms[1:]
+        values = [getattr(arm.config.objective, name) for arm in arms]
+        assert values == list(plans.SHARES)
+
+
+def test_experiments_share_their_cells():
+    """The table's blockwise is the grid's B 10 and the grid's B 5 the ablations' zero."""
+    key = {
+        (plan, arm.name): cells.Cell(dataclasses.replace(arm.config, seed=3)).key
+        for plan in plans.PLANS
+        for arm in plans.PLANS[plan](MINI).arms
+    }
+    table = key["table", "blockwise"]
+    assert table == key["block-grid", "B 10"] == key["equal-flops", "blockwise"]
+    assert table == key["dynamics", "blockwise"]
+    assert key["block-grid", "B 5"] == key["prefix-noise", "0%"] == key["suffix-leak", "0%"]
+    assert len({key["table", name] for name in plans.OBJECTIVES}) == len(plans.OBJECTIVES)
+    assert key["table", "classical"] != key["equal-tokens", "classical, tau 1"]
+
+
+def test_the_papers_settings_row_by_row():
+    """reference: the paper's table of settings and its released code."""
+    paper, released = scales.eight_b("paper").base, scales.eight_b("released").base
+    for base in (paper, released):
+        assert base.model == "GSAI-ML/LLaDA-8B-Instruct"
+        assert base.data == "meta-math/MetaMathQA"
+        assert (base.lora.rank, base.lora.alpha, base.lora.dropout) == (256, 512, 0.05)
+        assert (base.batch_size, base.steps, base.seed) == (32, 200, 42)
+        assert (base.block_size, base.gen_length, base.max_length) == (32, 128, 256)
+        assert (base.optim.lr, base.optim.weight_decay, base.optim.clip) == (1e-5, 0, 1.0)
+        assert (base.objective.low, base.objective.high) == (1e-3, 1.0)
+        assert base.optim.warmup == 0.1 and base.dataset.template == "metamath"
+    assert (paper.optim.beta1, paper.optim.beta2, paper.optim.floor) == (0.95, 0.99, 0.1)
+    assert (released.optim.beta1, released.optim.beta2, released.optim.floor) == (0.9, 0.95, 0.01)
+    assert (paper.optim.warmup_shape, released.optim.warmup_shape) == ("linear", "log")
+    assert (paper.objective.empty, released.objective.empty) == ("last", "skip")
+    assert (paper.objective.blocks, released.objective.blocks) == ("uniform", "traversal")
+    assert (paper.lora.targets, released.lora.targets) == ("all", "released")
+    assert (paper.dataset.canvas, released.dataset.canvas) == ("response", "padded")
+    assert released.dataset.exclude_type == "GSM" and paper.dataset.exclude_type is None
+    assert released.dataset.limit == 6400
+    assert BIG.grid == (8, 16, 32, 64) and BIG.small_block == 8
+
+
+def test_statistics_against_scipy():
+    a, b = [0.31, 0.29, 0.33, 0.30, 0.28], [0.35, 0.30, 0.36, 0.33, 0.31]
+    found = st.contrast([x - y for x, y in zip(a, b, strict=True)])
+    reference = scipy_stats.ttest_rel(a, b)
+    interval = reference.confidence_interval()
+    assert found.p == pytest.approx(reference.pvalue, rel=1e-9)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+    assert st.holm([0.01, 0.04, math.nan, 0.03])[:2] == pytest.approx([0.03, 0.06])
+    assert st.holm([0.01, 0.04, math.nan, 0.03])[3] == pytest.approx(0.06)
+    assert st.verdict(found, found.p) == "reproduced"
+    assert st.verdict(dataclasses.replace(found, mean=-found.mean), found.p) == "opposite"
+    assert st.verdict(found, 0.2) == "undecided"
+    assert st.contrast([0.5]).n == 1 and math.isnan(st.contrast([0.5]).p)
+    assert st.verdict(st.contrast([0.5]), math.nan) == "undecided"
+
+
+def cell_record(value, evals=((0, 1.0), (10, 0.5))):
+    return {"measures": {"nelbo@10": {"value": value}}, "train": {"evals": list(evals)}}
+
+
+def test_claims_are_judged_pair_by_pair():
+    rows = [
+        results.Row("base", [cell_record(0.9)], None),
+        results.Row("good", [cell_record(v) for v in (0.50, 0.61, 0.55)], 1.0),
+        results.Row("bad", [cell_record(v) for v in (0.70, 0.80, 0.76)], 1.0),
+    ]
+    claims = (
+        plans.Claim("good", (("good", "nelbo@10"),), (("bad", "nelbo@10"),)),
+        plans.Claim("wrong", (("base", "nelbo@10"),), (("bad", "nelbo@10"),)),
+    )
+    plan = plans.Plan("x", "x", "x", (), claims)
+    first, second = results.judge(plan, rows, 3)
+    assert first.found.mean == pytest.approx(-0.2) and first.verdict == "reproduced"
+    assert second.found.mean == pytest.approx(statistics.fmean([0.2, 0.1, 0.14]))
+    assert second.verdict in ("undecided", "opposite")
+    assert rows[1].values("curve@100") == [0.5] * 3 and rows[1].values("solved@10") is None
+
+
+def test_exam_halves_share_no_numbers():
+    exam, pilot = measures.test_problems(100), measures.test_problems(100, pilot=True)
+    assert len(exam) == len(pilot) == 100
+    numbers = [{"".join(ch for ch in p["query"] if not ch.isalpha()) for p in x}
+               for x in (exam, pilot)]
+    assert not numbers[0] & numbers[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small table run: (arguments, folder)."""
+    out = tmp_path_factory.mktemp("experiments")
+    arguments = ["experiment", "equal-flops", "--steps", "4", "--seeds", "2", "--problems", "6",
+                 "--out", str(out / "cells"), "--report", str(out / "report")]
+    assert main(arguments) == 0
+    return arguments, out
+
+
+def test_a_run_writes_page_csv_and_figure(finished):
+    _, out = finished
+    page = (out / "report/equal-flops.md").read_text()
+    assert "| blockwise | 4 |" in page and "verdict" in page and "equal-flops.png" in page
+    assert (out / "report/equal-flops.png").read_bytes()[:4] == b"\x89PNG"
+    lines = list(csv.DictReader((out / "report/equal-flops.csv").open()))
+    assert [line["arm"] for line in lines] == ["base", *["classical"] * 2, *["blockwise"] * 2]
+    for line in lines[1:]:
+        assert float(line["flops"]) > 0 and 0 < float(line["nelbo@10"]) < 1
+        assert len(json.loads(line["evals"])) == 5
+    trained = [json.loads(p.read_text()) for p in sorted((out / "cells").glob("blockwise*.json"))]
+    assert [t["train"]["updates"] for t in trained] == [4, 4]
+    assert trained[0]["measures"]["nelbo@10"] != trained[1]["measures"]["nelbo@10"]
+    stored = json.loads((out / "cells/plan-equal-flops.json").read_text())
+    assert len(stored["plan"]["claims"]) == 2
+
+
+def test_finished_cells_are_not_redone_and_a_lost_one_is(finished, monkeypatch, snapshot):
+    arguments, out = finished
+    before = {p: p.stat().st_mtime_ns for p in (out / "cells").glob("*.json")}
+    lost = next((out / "cells").glob("classical*-s1-*.json"))
+    record = json.loads(lost.read_text())
+    # As a process killed between training and its second measure left it.
+    kept = {"nelbo@10": record["measures"]["nelbo@10"]}
+    lost.write_text(json.dumps({**record, "measures": kept}))
+    assert main(arguments) == 0
+    again = json.loads(lost.read_text())
+    values = {k: v["value"] for k, v in again["measures"].items()}
+    assert values == {k: v["value"] for k, v in record["measures"].items()}
+    unchanged = [p for p, at in before.items() if p != lost and p.stat().st_mtime_ns != at]
+    assert not unchanged
+
+
+def test_another_exam_in_the_same_folder_is_refused(finished, capsys):
+    arguments, _ = finished
+    other = [*arguments]
+    other[other.index("--problems") + 1] = "7"
+    assert main(other) == 2
+    assert "problems = 6, not 7" in capsys.readouterr().err
+
+
+def test_8b_asks_for_what_it_measures(capsys):
+    assert main(["experiment", "table", "--scale", "8b"]) == 2
+    assert "--gsm8k" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", ["paper", "released", "llada-8b-lora"])
+def test_8b_dry_run_prints_updates_tokens_flops_and_hours(preset, capsys):
+    assert main(["experiment", "table", "--scale", "8b", "--preset", preset, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "classical" in out and "1,638,400" in out and "A100 hours" in out
+
+
+def test_estimate_agrees_with_counted_flops(finished):
+    """At real row lengths the formula is within a tenth of the counter."""
+    _, out = finished
+    meters = Meters(out / "cells/meters.json")
+    for name in ("classical", "blockwise"):
+        arm = next(a for a in plans.equal_flops(shortened()).arms if a.name == name)
+        counted = meters.known[meters.key(arm.config)]
+        rows = counted["tokens"] / arm.config.batch_size
+        canvas = arm.config.gen_length
+        shape = estimate.shape_of(arm.config)
+        per_update = estimate.update_flops(arm.config, shape, rows - canvas, canvas)
+        # The formula masks half of the whole canvas; responses fill about three blocks of four.
+        assert per_update / counted["tokens"] == pytest.approx(counted["flops_per_token"], rel=0.1)
+
+
+def shortened():
+    base = dataclasses.replace(
+        MINI.base, steps=4, save_every=4, eval=dataclasses.replace(MINI.base.eval, every=1)
+    )
+    return dataclasses.replace(MINI, base=base)
+
+
+def test_8b_adapters_are_those_of_the_paper():
+    """671 M parameters on all seven matrices, 335.5 M on the four that the released list hits."""
+    shape = estimate.shape_of(presets.paper())
+    assert estimate.adapters(presets.paper(), shape) == 2 * 671_088_640
+    assert estimate.adapters(presets.released(), shape) == 2 * 335_544_320
+
+
+def test_equal_flops_scales_updates(tmp_path):
+    """An arm at strictly equal FLOPs gets updates in inverse proportion to what they cost."""
+    plan = plans.table(MINI)
+    meters = Meters(tmp_path / "meters.json")
+    costs = {"classical": 2.0, "rdm, equal FLOPs": 4.0, "cached, k 1": 1.0}
+    for arm in plan.arms:
+        if arm.trained:
+            key = meters.key(arm.config)
+            meters.known.setdefault(key, {"tokens": 1.0, "flops_per_token": 2.0})
+            if arm.name in costs:
+                meters.known[key] = {"tokens": 1.0, "flops_per_token": costs[arm.name]}
+    updates = {arm.name: settle(arm, plan, meters).steps for arm in plan.arms}
+    assert updates["rdm, equal FLOPs"] == 100 and updates["rdm"] == 200
+    assert updates["cached, k 1"] == 400
+
+
+def test_traversals_count_blocks(tmp_path):
+    """tau 1: classical sees every example once, blockwise every block of every example once."""
+    plan = plans.equal_tokens(MINI)
+    by_name = {arm.name: arm for arm in plan.arms}
+    classical = settle(by_name["classical, tau 1"], plan, None)
+    assert classical.steps == 800 / 16
+    one, three = (settle(by_name[f"blockwise, tau {t}"], plan, None).steps for t in (1, 3))
+    assert three == pytest.approx(3 * one, abs=3)
+    assert 2.5 * classical.steps < one < 4 * classical.steps
+
+
+def test_check_exam_remembers(tmp_path):
+    check_exam(tmp_path, measures.Exam(problems=3))
+    check_exam(tmp_path, measures.Exam(problems=3, batch_size=1))
+    with pytest.raises(ValueError, match="draws"):
+        check_exam(tmp_path, measures.Exam(problems=3, draws=2))
