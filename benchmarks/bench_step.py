@@ -43,15 +43,16 @@ def measure(args, device, backbone, variants: dict, memory: bool) -> list[harnes
     if not args.count_only:
         harness.time_interleaved(steps, results, device, args.rounds)
     for name, (mode, job) in variants.items():
-        result = results[name]
-        result.flops = counted(args, mode, job)
-        result.extra["GFLOP per supervised token"] = result.flops / job.supervised(mode) / 1e9
-        if args.count_only or result.note:
-            continue
-        result.tokens_per_s = job.tokens / result.median_s
-        result.supervised_tokens_per_s = job.supervised(mode) / result.median_s
-        result.operators = harness.count_operators(steps[name])
-        if memory:
+        result, supervised = results[name], job.supervised(mode)
+        if not (args.count_only or result.note):
+            result.tokens_per_s = job.tokens / result.median_s
+            result.supervised_tokens_per_s = supervised / result.median_s
+            harness.count_cost(steps[name], result)
+        if args.count_only or device.type == "cuda":  # its attention and kernels can't be counted
+            result.flops = counted(args, mode, job)
+        if result.flops:
+            result.extra["GFLOP per supervised token"] = result.flops / supervised / 1e9
+        if memory and not args.count_only:
             harness.memory(name, steps[name], device, result, args)
         if result.peak_bytes:
             result.extra["GB in all"] = (result.peak_bytes + result.baseline_bytes) / 1e9

@@ -133,6 +133,8 @@ def time_interleaved(steps: dict, results: dict, device, rounds: int, warm: bool
     """
     samples = {name: defaultdict(list) for name in steps}
     turns = [(turn, name) for turn in range(warm, rounds + 1) for name in steps]
+    gc.collect()
+    gc.freeze()  # so that looking for garbage between runs takes no time
     for turn, name in tqdm(turns, "timing", leave=False, disable=None):
         times = samples[name]
         if results[name].note or sum(times["total"]) > SLOW_SECONDS:
@@ -142,6 +144,7 @@ def time_interleaved(steps: dict, results: dict, device, rounds: int, warm: bool
         for phase, seconds in (phases or {}).items():
             if turn:
                 times[phase].append(seconds)
+    gc.unfreeze()
     for name, times in samples.items():
         result, total = results[name], times["total"]
         if result.note:
@@ -171,13 +174,6 @@ def count_cost(step, result: Result) -> None:
         for _ in step():
             pass
     result.flops, result.operators = flops.get_total_flops(), operators.count
-
-
-def count_operators(step) -> int:
-    with CountOperators() as operators:
-        for _ in step():
-            pass
-    return operators.count
 
 
 def count_flops(step) -> int:

@@ -1,5 +1,7 @@
 """Random LLaDA models of a given shape: real ones on a device, and hollow ones to count with."""
 
+import functools
+
 import torch
 from shapes import config_of
 from torch import nn
@@ -25,6 +27,7 @@ def random_backbone(size: str, dtype: torch.dtype, device: torch.device) -> Back
     return backbone.eval()
 
 
+@functools.cache
 def hollow_backbone(size: str, layers: int | None = None, rank: int = 0) -> Backbone:
     """A model whose weights have shapes and no values, with adapters if `rank`: a pass of the 8B
     model takes a second on any machine, and every matmul in it can be counted. Ids, masks and row

@@ -16,37 +16,39 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from bwsft import __version__, config_check, strict_json
-from bwsft import config as c
-from bwsft.backbones.base import Family
+from bwsft import __version__, strict_json
+from bwsft.checkpoint_facts import ADAPTER_CONFIG, STATE, read_adapter_config, read_state
 from bwsft.files import folder_atomic, sha256, sweep, write_atomic
 from bwsft.optim import moments, restore_moments
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
-STATE, MANIFEST = "state.json", "manifest.json"
+MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
 
 
-def save_checkpoint(run: Path, step: int, backbone, tokenizer, optimizer, state: dict) -> Path:
+def save_checkpoint(
+    run: Path, step: int, backbone, tokenizer, optimizer, state: dict, whole: tuple | None = None
+) -> Path:
     """Write checkpoints/step-`step` of a run folder and return it.
 
-    state: JSON-able facts of the run; `step`, the backbone's family and versions are added. Raises
-    OSError, with what to do, if the disk doesn't take it; nothing of it is then left.
+    state: JSON-able facts of the run; `step`, the backbone's family and versions are added. whole:
+    (weights by their names in backbone.model, moments) of a sharded model. Raises OSError, with
+    what to do, if the disk doesn't take it; nothing of it is then left.
     """
+    weights, tensors = whole or (None, moments(backbone, optimizer))
     path = Path(run) / "checkpoints" / f"step-{step}"
     family = dataclasses.asdict(backbone.family)
     state = {**state, "step": step, "family": family, "versions": versions()}
     try:
         with folder_atomic(path) as folder:
-            save_model(backbone.model, folder)
-            tokenizer.save_pretrained(folder)
-            save_file(moments(backbone, optimizer), folder / OPTIMIZER)
+            save_model(backbone.model, folder, weights)
+            save_tokenizer(tokenizer, folder)
+            save_file(tensors, folder / OPTIMIZER)
             write_atomic(folder / STATE, json.dumps(state, indent=2))
             _write_manifest(folder)
             if path.exists():  # torn: a whole one would have been resumed from
@@ -67,15 +69,27 @@ def versions() -> dict[str, str]:
     return found
 
 
-def save_model(model, folder: Path) -> None:
-    """Write a model in the official layout, or its adapter in PEFT's where it has one."""
+def save_model(model, folder: Path, weights: dict | None = None) -> None:
+    """Write a model in the official layout, or its adapter in PEFT's where it has one. weights: of
+    a sharded model, whole; of an adapter's they may be all that there is."""
+    whole = {"state_dict": weights} if weights else {}
     with _without_bars():
         if hasattr(model, "peft_config"):
             # "auto" would ask the Hub for the base's config, to learn whether it was resized.
-            model.save_pretrained(folder, save_embedding_layers=False)
+            model.save_pretrained(folder, save_embedding_layers=False, **whole)
             (folder / "README.md").unlink(missing_ok=True)  # an empty model card
         else:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, **whole)
+
+
+def save_tokenizer(tokenizer, folder: Path) -> None:
+    """Write a tokenizer's files; OSError where the disk doesn't take them."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers knows no narrower class
+        raise OSError(f"{folder / 'tokenizer.json'}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -161,71 +175,6 @@ def prune(newest: Path, keep_last: int) -> None:
         shutil.rmtree(folder)
     for place in (run, newest.parent):
         sweep(place)
-
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """What a state.json must hold; whoever saves may add to it."""
-
-    step: int
-    config: c.Config
-    data: str
-    family: Family
-    base: str | None = None
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-def read_state(folder: Path) -> dict:
-    """The state.json of a checkpoint folder, its config complete; ValueError if it is not ours."""
-    path = Path(folder) / STATE
-    try:
-        found = strict_json.read_object(path)
-        known = {f.name: found[f.name] for f in dataclasses.fields(_State) if f.name in found}
-        state = config_check.build(_State, known, STATE)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a bwsft checkpoint state ({error})") from None
-    return {**found, **json.loads(json.dumps(dataclasses.asdict(state)))}  # lists, not tuples
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterConfig:
-    """The options of an adapter_config.json that decide what its tensors mean."""
-
-    peft_type: Literal["LORA"]
-    r: int
-    lora_alpha: float
-    target_modules: str | tuple[str, ...]
-    base_model_name_or_path: str | None = None
-    lora_dropout: float = 0.0
-    use_rslora: bool = False
-    use_dora: bool = False
-    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
-    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
-    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
-
-
-# Where the adapter came from, or which layers it is on: the tensors' names say that better.
-_PROVENANCE = frozenset(
-    "auto_mapping inference_mode megatron_core peft_version qalora_group_size revision task_type "
-    "layers_pattern layers_to_transform exclude_modules fan_in_fan_out runtime_config eva_config"
-    " ensure_weight_tying".split()
-)
-
-
-def read_adapter_config(folder: Path | str) -> AdapterConfig:
-    """The adapter_config.json of a plain LoRA adapter (DoRA included); ValueError naming the field
-    for anything else, so that no option is dropped in silence."""
-    path = Path(folder) / ADAPTER_CONFIG
-    found = strict_json.read_object(path)
-    names = {field.name for field in dataclasses.fields(AdapterConfig)}
-    for name, value in found.items():
-        if name not in names | _PROVENANCE and value not in (None, False, "none", [], {}):
-            raise ValueError(f"{path}: option {name:.80} is not supported: merge it with peft")
-    known = {name: value for name, value in found.items() if name in names}
-    config = config_check.build(AdapterConfig, known, str(path))
-    if config.r < 1 or not config.lora_alpha > 0:
-        raise ValueError(f"{path}: r and lora_alpha must be positive")
-    return config
 
 
 def load_adapter_weights(folder: Path, backbone) -> None:

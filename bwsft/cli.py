@@ -17,6 +17,7 @@ commands
   compare        decode in several context modes and compare
   export         merge a run's adapter and write a model folder
   experiment     the paper's comparisons: table, equal-tokens, block-grid, ...
+  bench          run the quick benchmarks and print one table
   demo           base accuracy, Blockwise SFT, accuracy after, in five minutes
 
 `bwsft COMMAND --help` lists the options of a command."""
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         "compare": _compare,
         "export": _export,
         "experiment": _experiment,
+        "bench": _bench,
         "demo": _demo,
     }
     from bwsft.presets import PRESETS
@@ -116,6 +118,14 @@ def _experiment(argv: list[str]) -> int:
     from bwsft.experiments.command import ExperimentOptions, run_experiment
 
     return run_experiment(tyro.cli(ExperimentOptions, args=argv, prog="bwsft experiment"))
+
+
+def _bench(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.bench_command import BenchOptions, run_bench
+
+    return run_bench(tyro.cli(BenchOptions, args=argv, prog="bwsft bench"))
 
 
 def _demo(argv: list[str]) -> int:

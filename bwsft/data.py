@@ -37,6 +37,8 @@ __all__ = [
 
 LISTED = 20  # malformed records that a report names; the rest are only counted
 CHUNK = 1024  # records per call of the tokenizer
+# No example of so much text fits any context, and tokenising takes some 100 bytes a character.
+MOST_CHARACTERS = 1_000_000
 ARRAYS = {
     "tokens": np.int32,
     "prompt_lengths": np.int64,
@@ -153,7 +155,7 @@ def load_set(
         whole = _tokenise(opened, template, options)
         if path:
             token_cache.save(path, *whole)
-    kept = _filter(*whole, options, template.end_ids)
+    kept = _filter(*whole, options, template.end_ids, opened.name)
     _check_ids(kept, opened.name, options)
     return kept
 
@@ -212,6 +214,9 @@ def _prepare(raw: Any, template: Template, exclude_type: str | None) -> Any:
         return f"type contains {exclude_type}"
     if not record.messages[-1][1].strip():
         return "empty prompt"
+    texts = (record.response, *(content for _, content in record.messages))
+    if sum(map(len, texts)) > MOST_CHARACTERS:
+        return f"longer than {MOST_CHARACTERS:,} characters"
     return template.prepare(record) if record.response.strip() else "empty response"
 
 
@@ -223,7 +228,11 @@ def _flatten(encoded: list[tuple[list, list]], sample_ids: list[int]) -> list[np
 
 
 def _filter(
-    arrays: dict[str, np.ndarray], facts: dict, options: DataOptions, end_ids: tuple[int, ...]
+    arrays: dict[str, np.ndarray],
+    facts: dict,
+    options: DataOptions,
+    end_ids: tuple[int, ...],
+    name: str,
 ) -> TokenizedSet:
     totals = arrays["prompt_lengths"] + arrays["response_lengths"]  # [all well-formed records]
     keep = np.flatnonzero(totals <= options.max_length)
@@ -231,9 +240,9 @@ def _filter(
     if len(keep) < len(totals):
         dropped[f"longer than max_length {options.max_length}"] = len(totals) - len(keep)
     if not len(keep):
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        first = "".join(f"; {s['where']} {s['reason']}" for s in facts["skipped"][:1])
-        raise ValueError(f"none of the {facts['records']} records is left: {reasons}{first}")
+        why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        why += "".join(f"; {s['where']} {s['reason']}" for s in facts["skipped"][:1])
+        raise ValueError(f"{name}: none of the {facts['records']} records is left: {why}")
     prompts, responses = (arrays[f"{part}_lengths"][keep] for part in ("prompt", "response"))
     lengths = {"prompt": prompts, "response": responses, "both": totals[keep]}
     report = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -54,6 +55,7 @@ class World:
         self.rank, self.size, self.device, self._host = rank, size, device, host
         self.sharded = size > 1 and kind == "fsdp"
         self._idle = False
+        self._sharded: nn.Module | None = None
         self._summing: nn.Module | None = None
 
     @property
@@ -109,6 +111,7 @@ class World:
         belongs to an update that :meth:`finish` ends."""
         if self.sharded:
             shard(backbone, self.size)
+            self._sharded = backbone
             # Before FSDP's own hook, which waits for the other ranks.
             backbone.register_forward_pre_hook(self._announce, prepend=True)
         elif self.size > 1:
@@ -128,6 +131,9 @@ class World:
             if seen == BACKWARD:
                 (loss * 0).backward()
         self._idle = False
+        # Without a backward the parameters that are in no layer would stay whole, and others than
+        # those the optimizer knows.
+        self._sharded.reshard()
 
     def _announce(self, module: nn.Module, arguments: tuple) -> None:
         if not self._idle:
@@ -148,9 +154,8 @@ def summing(backbone: nn.Module) -> nn.Module:
     """A DDP module whose backward adds up the gradients that each rank has gathered."""
     device = next(backbone.parameters()).device
     module = nn.parallel.DistributedDataParallel(
-        Touch(backbone),
+        Touch(list(trainable(backbone).values())),
         device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
     module.register_comm_hook(None, add)  # DDP's own would average
@@ -158,18 +163,18 @@ def summing(backbone: nn.Module) -> nn.Module:
 
 
 class Touch(nn.Module):
-    """A zero with a gradient, 0, for every trainable parameter."""
+    """A zero with a gradient, 0, for every one of these parameters."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, weights: list[nn.Parameter]):
         super().__init__()
-        self.model = model
+        self.weights = nn.ParameterList(weights)
 
     def forward(self) -> Tensor:
-        firsts = [p.flatten()[:1].float() for p in trainable(self.model).values()]
-        return torch.cat(firsts).sum() * 0
+        return torch.cat([p.flatten()[:1].float() for p in self.weights]).sum() * 0
 
 
-def add(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def add(group, bucket):
+    """DDP's communication hook (which may not be annotated by text): a sum over ranks."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -207,7 +212,7 @@ def join(kind: str, device: str) -> Iterator[World]:
     # Imported before the group exists: its functions take the group as a default argument. They
     # would keep it, and its threads, alive into the interpreter's end, where a gloo thread that is
     # still busy aborts the process (seen in 1 of 5 exits with torch 2.13).
-    import torch.distributed.nn  # noqa: F401
+    importlib.import_module("torch.distributed.nn")
     from accelerate import PartialState
 
     state = PartialState(cpu=cpu, timeout=PATIENCE)
@@ -215,10 +220,16 @@ def join(kind: str, device: str) -> Iterator[World]:
     host = None if state.backend == "gloo" else dist.new_group(timeout=PATIENCE, backend="gloo")
     try:
         yield World(state.process_index, size, kind, state.device, host)
-        dist.barrier(group=host)  # nobody leaves while another is still talking
     finally:
         state.destroy_process_group()
         PartialState._reset_state()
+
+
+def lost(error: Exception) -> bool:
+    """Whether a collective failed because another process went away."""
+    return dist.is_available() and (
+        isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error)
+    )
 
 
 def check_launch(device: str, cpu: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from bwsft.backbones.base import Backbone
-from bwsft.checkpoint import save_model
+from bwsft.checkpoint import save_model, save_tokenizer
 from bwsft.files import folder_atomic
 from bwsft.models import Trained, adapter_base, load_trained
 
@@ -97,7 +97,7 @@ def write_model(trained: Trained, origin: str | None, folder: Path) -> None:
     model, family = trained.backbone.model, trained.backbone.family
     keep_code(model.config, origin, folder)
     save_model(model, folder)
-    trained.tokenizer.save_pretrained(folder)
+    save_tokenizer(trained.tokenizer, folder)
     generation = {"eos_token_id": list(family.end_ids), "pad_token_id": model.config.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 

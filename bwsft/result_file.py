@@ -16,6 +16,8 @@ class ResultFile:
     def __init__(self, path: Path, run: str, questions: list[str]):
         self.path, self.run, self.questions = path, run, questions
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is not a file: name another one")
         content = path.read_bytes() if path.exists() else b""
         self.lines = content.splitlines(keepends=True)
         if self.lines and not self.lines[-1].endswith(b"\n"):

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,18 +25,23 @@ from bwsft.checkpoint import (
     newest_complete,
     read_state,
     save_model,
+    step_of,
     versions,
 )
+from bwsft.distributed import World
 from bwsft.files import folder_atomic, write_atomic
+from bwsft.metrics import read_log
 from bwsft.models import ModelPlan, own_memory, pick_device, plan_model, plan_tokenizer
 from bwsft.modes import Losses, Mode, whole_response
 from bwsft.objectives import blockwise, classical, mdlm, rdm, soft_masked, two_step
 from bwsft.objectives.drawn import Place
 from bwsft.optim import make_optimizer, trainable
 from bwsft.training_data import FIXED_SEED, TrainingData, plan_data
+from bwsft.watch import SpikeGuard
 
-# A resumed run may differ from its config in these. Another device or micro-batch changes rounding
-# and dropout, the others change no later loss at all.
+# A resumed run may differ from its config in these. Another device, micro-batch or kind of
+# parallelism changes rounding and dropout, the others change no later loss at all (unless a spike's
+# update is left out).
 FREE_ON_RESUME = {
     "out",
     "resume",
@@ -47,6 +51,12 @@ FREE_ON_RESUME = {
     "grad_checkpointing",
     "micro_batch_size",
     "device",
+    "parallel",
+    "profile",
+    "trackers",
+    "watch.spike_factor",
+    "watch.spike_action",
+    "watch.spike_window",
     "eval.every",
     "eval.draws",
     "dataset.cache_dir",
@@ -74,6 +84,8 @@ class Run:
     eval_spec: MaskSpec
     base: str | None
     """Model that an adapter belongs to; None for full fine-tuning."""
+    guard: SpikeGuard
+    world: World = field(default_factory=World)
 
     def corrupt(self, batch: d.Batch, draw: int, block: int | None = None):
         """(noisy batch, MaskedBatch) of one of the visit's draws, of this block if one is given."""
@@ -95,10 +107,32 @@ class Run:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=cuda)
 
 
+    def idle(self) -> torch.Tensor:
+        """A forward whose loss is 0, for a rank that must keep step with others."""
+        batch = self.data.pack([(int(self.data.train_index[0]), 0)]).to(self.device)
+        row = batch.ids.new_zeros(1)
+        with self.autocast():
+            return self.backbone(batch, row, batch.ids[row], torch.zeros_like(row).float())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of a sharded model, whole, for rank 0; {} where the model has
+        whole tensors itself. Every rank must call it."""
+        if not self.world.sharded:
+            return {}
+        model = self.backbone.model
+        adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        return self.world.gather(adapters if self.config.lora.rank else model.state_dict())
+
+
+def open_shared(config: c.Config, world: World) -> tuple[Path, Path | None]:
+    """open_run by rank 0, for all ranks."""
+    folder, checkpoint = world.on_main(open_run, config) or (c.run_folder(config), None)
+    step = int(world.from_main(-1 if checkpoint is None else step_of(checkpoint)))
+    return folder, None if step < 0 else folder / "checkpoints" / f"step-{step}"
+
+
 def open_run(config: c.Config) -> tuple[Path, Path | None]:
     """(run folder, checkpoint to go on from or None). Refuses folders it must not touch."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("several processes would write one run folder: start a single process")
     folder = c.run_folder(config)
     if config.resume is None:
         if folder.exists():
@@ -139,8 +173,11 @@ def refuse_changes(stored: str, now: c.Config, where: Path) -> None:
         )
 
 
-def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
+def setup(
+    config: c.Config, folder: Path, checkpoint: Path | None, world: World | None = None
+) -> Run:
     """Check everything and build it; only then write config.json, and print what will run."""
+    world = world or World()
     tokenizer = d.load_tokenizer(plan_tokenizer(config))
     end_ids = d.Template(tokenizer, config.dataset.template).end_ids
     plan = plan_model(config, tokenizer, folder)
@@ -152,20 +189,25 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
             "--context block_causal: this model predicts a token from the row before it, which "
             "another block's noisy copy would fill; use exact or cached"
         )
-    data = plan_data(config, tokenizer, family)
+    with world.main_first():
+        data = plan_data(config, tokenizer, family)
     if checkpoint is not None and read_state(checkpoint)["data"] != data.fingerprint:
         raise ValueError(
             f"--resume: {config.data or 'the generated data'} is not what {folder} was trained "
             "on; give the same records, tokenizer and limits"
         )
-    device = pick_device(config.device)
-    backbone = build_backbone(config, plan, folder, checkpoint, device)
+    device = world.device or pick_device(config.device)
+    with world.main_first():
+        backbone = build_backbone(config, plan, folder, checkpoint, device)
     backbone.family = family
+    world.wrap(backbone)
     objective, options = pick_objective(config, family, data)
+    first = 0 if checkpoint is None else step_of(checkpoint)
+    history = [line for line in read_log(folder / "metrics.jsonl") if line["step"] <= first]
     run = Run(
         config=config,
         folder=folder,
-        first=0 if checkpoint is None else read_state(checkpoint)["step"],
+        first=first,
         device=device,
         backbone=backbone,
         tokenizer=tokenizer,
@@ -184,6 +226,8 @@ def setup(config: c.Config, folder: Path, checkpoint: Path | None) -> Run:
         spec=(objective if options is None else classical).mask_spec(config, family),
         eval_spec=dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED),
         base=plan.base if config.lora.rank else None,
+        guard=SpikeGuard(config.watch, history),
+        world=world,
     )
     if checkpoint is not None:
         load_optimizer(checkpoint, backbone, run.optimizer)
@@ -237,12 +281,19 @@ def banner(run: Run) -> None:
     triton = run.device.type == "cuda" and importlib.util.find_spec("triton") is not None
     kernels = "Triton" if triton else "torch"
     what = f"LoRA r {config.lora.rank}" if config.lora.rank else "full fine-tuning"
-    micro = config.micro_batch_size
+    micro, ranks = config.micro_batch_size, run.world.size
+    batch = f"batch {config.batch_size} = {config.batch_size // micro} x {micro}"
+    if ranks > 1:
+        idle = max(ranks - config.batch_size, 0)
+        batch = (
+            f"batch {config.batch_size} shared by {ranks} processes ({config.parallel}"
+            f"{f', {idle} of them idle: raise --batch-size' if idle else ''}), {micro} at a time"
+        )
     print(
         f"{config.objective.name} SFT, {config.context} context, {what}: {trained:,} of {total:,} "
         f"parameters train; {run.device}, {kernels} kernels\n"
         f"canvas {config.gen_length} = {config.gen_length // config.block_size} blocks x "
-        f"{config.block_size}; batch {config.batch_size} = {config.batch_size // micro} x {micro}; "
+        f"{config.block_size}; {batch}; "
         f"{config.steps} steps = {config.steps * config.batch_size / data.epoch:.2f} "
         f"epochs of {len(data.train_index):,} examples, {len(data.holdout_index)} held out"
     )

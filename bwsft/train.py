@@ -10,31 +10,31 @@ import contextlib
 import json
 import math
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from bwsft_kernels.philox import Stream, philox_u24
 from tqdm import tqdm
 
 from bwsft import config as c
-from bwsft.checkpoint import newest_complete, prune, save_checkpoint
-from bwsft.metrics import JsonLog, plot_run
+from bwsft import watch
+from bwsft.checkpoint import prune, save_checkpoint
+from bwsft.distributed import PeerFailed, World, join, lost, parts
+from bwsft.files import lock_folder
+from bwsft.metrics import plot_run
 from bwsft.objectives import nelbo
-from bwsft.optim import lr_at, trainable
-from bwsft.run import Run, open_run, setup
+from bwsft.optim import clip, lr_at, moments
+from bwsft.run import Run, open_run, open_shared, setup
+from bwsft.trackers import Logs, check_installed
 
-
-class TrainingStopped(Exception):
-    """The run cannot go on; the message says where, why and what next."""
+__all__ = ["Step", "evaluate", "open_run", "setup", "train", "train_step"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one update reports."""
+    """What one update reports: sums over all processes."""
 
     loss: float
     lr: float
@@ -44,46 +44,64 @@ class Step:
     """Masked tokens that bear loss."""
     region_tokens: int
     """Tokens of the supervised regions, masked or not: what EQUAL-TOKENS counts."""
+    skipped: bool = False
+    """The spike guard left this update out."""
+    data_seconds: float = field(default=0.0, compare=False)
+    """Time that the slowest process waited for its batches to be packed."""
 
 
 def train_step(run: Run, step: int) -> Step:
     """Optimiser update `step` (0-based): draw, mask, forward, backward, clip, update.
 
     The loss is the sum of the row weights times CE, divided once by the step's number of
-    sequences, so micro-batches of any size give the same result up to summation order.
+    sequences, so micro-batches of any size, on any number of processes, give the same result up to
+    summation order.
     """
-    config, data = run.config, run.data
+    config, data, world = run.config, run.data, run.world
     slots = data.slots(step, config.batch_size, config.seed)
-    losses, tokens = [], 0
+    losses, tokens, waited = [], 0, 0.0
     run.optimizer.zero_grad(set_to_none=True)
 
-    for start in range(0, len(slots), config.micro_batch_size):
+    for part in parts(len(slots), config.micro_batch_size, world):
         # 1. Pack: no padding, the canvas of every example laid out as the decoder will see it.
-        part = slots[start : start + config.micro_batch_size]
-        batch = data.pack(part)
-        seed_dropout(config.seed, step, data.sample_ids(part)[0])
+        began = time.perf_counter()
+        batch = data.pack(slots[part.start : part.stop])
+        waited += time.perf_counter() - began
+        seed_dropout(config.seed, step, int(batch.sample_ids[0]))
 
         # 2. Corrupt (active block, rate, marks, hidden suffix) and forward, as the objective and
         #    the context mode have it; the head meets the loss rows only.
-        for loss in run.losses(batch, step, start):
+        for loss in run.losses(batch, step, part.start):
             # 3. Backward adds to the gradients; no graph outlives its draw.
             (loss.total / len(slots)).backward()
-            losses.append((start, loss._replace(total=loss.total.detach())))
+            losses.append((part.start, loss._replace(total=loss.total.detach())))
         tokens += batch.ids.numel()
+    world.finish(run.idle)
 
     # 4. From here on the host waits for the device: check, clip, update.
-    starts, parts = zip(*losses, strict=True)
-    totals, rows, region = (torch.stack(x).tolist() for x in zip(*parts, strict=True))
-    check_finite(run, step, slots, list(zip(starts, totals, strict=True)))
-    limit = config.optim.clip or float("inf")
-    norm = torch.nn.utils.clip_grad_norm_(trainable(run.backbone).values(), limit).item()
+    totals, *counts = on_host([loss for _, loss in losses])
+    loss, *counts = world.sum([sum(totals), *map(sum, counts), tokens])
+    starts = [start for start, _ in losses]
+    watch.check_finite(run, step, slots, list(zip(starts, totals, strict=True)), loss)
+    norm = clip(run.backbone, config.optim.clip)
     if not math.isfinite(norm):
-        raise stopped(run, step, slots, f"gradient norm {norm}")
+        raise watch.stopped(run, step, slots, range(len(slots)), f"gradient norm {norm}")
+    skipped = watch.spike(run, step, slots, loss / len(slots), norm)
     lr = lr_at(step, config.steps, config.optim)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
-    run.optimizer.step()
-    return Step(sum(totals) / len(slots), lr, norm, tokens, sum(rows), sum(region))
+    if not skipped:
+        run.optimizer.step()
+    rows, region, tokens = map(int, counts)
+    seconds = world.max(waited)
+    return Step(loss / len(slots), lr, norm, tokens, rows, region, skipped, seconds)
+
+
+def on_host(losses: list) -> list[list]:
+    """[totals, rows, regions] of the losses of a step, with one wait for the device each."""
+    if not losses:  # a process without a sequence of its own
+        return [[], [], []]
+    return [torch.stack(values).tolist() for values in zip(*losses, strict=True)]
 
 
 def seed_dropout(seed: int, step: int, first_sample: int) -> None:
@@ -94,57 +112,61 @@ def seed_dropout(seed: int, step: int, first_sample: int) -> None:
     torch.manual_seed(high << 24 | low)
 
 
-def check_finite(run: Run, step: int, slots, totals: list[tuple[int, float]]) -> None:
-    """Raise TrainingStopped, naming the micro-batch, unless every loss is finite. totals: (first
-    slot of the micro-batch, summed loss)."""
-    for start, value in totals:
-        if not math.isfinite(value):
-            part = slots[start : start + run.config.micro_batch_size]
-            raise stopped(run, step, part, f"loss {value}")
-
-
-def stopped(run: Run, step: int, slots, what: str) -> TrainingStopped:
-    newest, _ = newest_complete(run.folder)
-    back = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-    ids = ", ".join(str(i) for i in run.data.sample_ids(slots))
-    return TrainingStopped(
-        f"{what} at step {step + 1}; sample ids (rows of the data, from 0): {ids}; {back}. Look at "
-        "these records, or start a run with a lower --optim.lr."
-    )
-
-
 @torch.no_grad()
 def evaluate(run: Run) -> float:
-    """Held-out blockwise NELBO, nats per response token, with draws that never change."""
+    """Held-out blockwise NELBO, nats per response token, with draws that never change. The
+    processes share its batches."""
     run.backbone.eval()
-    value = nelbo.blockwise_nelbo(
-        lambda state: run.mode.score(run, state),
-        run.data.holdout_batches(run.config.micro_batch_size),
-        run.eval_spec,
-        run.config.eval.draws,
-    )
+    batches = list(run.data.holdout_batches(run.config.micro_batch_size))
+    mine = batches[run.world.rank :: run.world.size]
+    count = sum(batch.num_sequences for batch in mine)
+    value = 0.0
+    if mine:
+        value = count * nelbo.blockwise_nelbo(
+            lambda state: run.mode.score(run, state), mine, run.eval_spec, run.config.eval.draws
+        )
+    run.world.finish(run.idle)
     run.backbone.train()
-    return value
+    total, sequences = run.world.sum([value, count])
+    return total / sequences
 
 
 def train(config: c.Config) -> int:
     """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed."""
-    folder, checkpoint = open_run(config)
-    run = setup(config, folder, checkpoint)
+    check_installed(config)
     try:
-        with signals() as received:
-            done = loop(run, received)
-    except TrainingStopped as error:
-        print(f"bwsft train: stopped: {error}", file=sys.stderr)
+        with join(config.parallel, config.device) as world, contextlib.ExitStack() as stack:
+            if not world.main:
+                silence = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(silence))
+            return train_in(world, config, stack)
+    except PeerFailed:
         return 1
-    except torch.OutOfMemoryError as error:
-        print(
-            f"bwsft train: {str(error).splitlines()[0]} Lower --micro-batch-size (the batch stays "
-            f"as it is) or give --grad-checkpointing, and go on with --resume {folder}",
-            file=sys.stderr,
-        )
+
+
+def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int:
+    """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
+
+    def lock() -> None:
+        if handle := world.on_main(lock_folder, folder):
+            stack.enter_context(handle)
+
+    folder, checkpoint = open_shared(config, world)
+    if checkpoint is not None:
+        lock()
+    run = setup(config, folder, checkpoint, world)
+    if checkpoint is None:  # only now does the folder exist
+        lock()
+    try:
+        with watch.signals(world.size > 1) as asked:
+            done = loop(run, asked)
+    except (watch.TrainingStopped, RuntimeError) as error:
+        message = why(run, error)
+        if message is None:
+            raise
+        print(f"bwsft train: {message}", file=sys.stderr)
         return 1
-    print(f"loss curve: {plot_run(folder)}")
+    print(f"loss curve: {world.on_main(plot_run, folder)}")
     if done < config.steps:
         print(f"stopped after step {done} of {config.steps}; go on with --resume {folder}")
     else:
@@ -152,90 +174,98 @@ def train(config: c.Config) -> int:
     return 0
 
 
-def loop(run: Run, received: list[int]) -> int:
+def why(run: Run, error: Exception) -> str | None:
+    """What to tell the user about an error that ended the loop; None if it is not understood."""
+    if isinstance(error, watch.TrainingStopped):
+        return f"stopped: {error}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return watch.out_of_memory(run, error)
+    if lost(error):
+        return f"another process of the run has ended; go on with --resume {run.folder}"
+    return None
+
+
+def loop(run: Run, asked: watch.Signals) -> int:
     """Train, log, evaluate and save until the last step or a signal; returns the steps done."""
-    config = run.config
-    metrics, evals = (JsonLog(run.folder / f"{n}.jsonl", run.first) for n in ("metrics", "eval"))
-    # Into a file, a line every 10 s instead of ten a second.
-    interval = 0.1 if sys.stderr.isatty() else 10
-    bar = tqdm(
-        total=config.steps,
-        initial=run.first,
-        unit="step",
-        dynamic_ncols=True,
-        mininterval=interval,
-    )
+    config, world = run.config, run.world
     done = saved = run.first
-    with contextlib.closing(metrics), contextlib.closing(evals), contextlib.closing(bar):
-        if done not in evals.steps:  # a new run, or a signal that didn't wait for it
-            report_eval(run, evals, done)
-        while done < config.steps and not received:
+    with contextlib.closing(Logs(run)) as logs, progress(run) as bar, watch.profiler(run) as prof:
+        stop, _ = asked.agreed(world)
+        if not stop and world.from_main(done not in logs.evaluated):
+            # a new run, or a signal that didn't wait for it
+            report_eval(run, logs, done)
+            stop, _ = asked.agreed(world)
+        while done < config.steps and not stop:
             began = time.perf_counter()
             result = train_step(run, done)
             seconds = time.perf_counter() - began
             done += 1
-            metrics.append({"step": done, **vars(result), "seconds": seconds})
+            logs.append("metrics", {"step": done, **line_of(result), "seconds": seconds})
             bar.set_postfix_str(
                 f"loss {result.loss:.4f}, {result.tokens / seconds:,.0f} tok/s, "
                 f"{result.supervised_tokens / seconds:,.0f} supervised tok/s",
                 refresh=False,
             )
             bar.update()
-            if received or done == config.steps or done % config.save_every == 0:
-                save(run, done, (metrics, evals))
+            if prof:
+                prof.step()
+            stop, now = asked.agreed(world)
+            if stop or now or done == config.steps or done % config.save_every == 0:
+                save(run, done, logs)
                 saved = done
-            if not received:
-                report_eval(run, evals, done)
-        if saved < done:  # the signal came after the step's own chance to save
-            save(run, done, (metrics, evals))
+            if not stop and report_eval(run, logs, done):
+                stop, _ = asked.agreed(world)
+        if saved < done:  # the signal came during an evaluation
+            save(run, done, logs)
     return done
 
 
-def report_eval(run: Run, evals: JsonLog, done: int) -> None:
-    """Evaluate if it is due after `done` steps."""
+def line_of(result: Step) -> dict:
+    """A line of metrics.jsonl; `skipped` only where it is true."""
+    return {k: v for k, v in vars(result).items() if k != "skipped" or v}
+
+
+def progress(run: Run) -> tqdm:
+    """The bar of rank 0."""
+    return tqdm(
+        total=run.config.steps,
+        initial=run.first,
+        unit="step",
+        dynamic_ncols=True,
+        # Into a file, a line every 10 s instead of ten a second.
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+        disable=not run.world.main,
+    )
+
+
+def report_eval(run: Run, logs: Logs, done: int) -> bool:
+    """Evaluate if it is due after `done` steps; whether it was."""
     every = run.config.eval.every
     due = every and (done % every == 0 or done == run.config.steps)
     if not due or not len(run.data.holdout_index):
-        return
+        return False
     value = evaluate(run)
-    evals.append({"step": done, "nelbo": value})
+    logs.append("eval", {"step": done, "nelbo": value})
     tqdm.write(f"step {done}: held-out blockwise NELBO {value:.4f} nats per token")
+    return True
 
 
-def save(run: Run, done: int, logs: tuple[JsonLog, ...]) -> None:
-    for log in logs:
-        log.sync()
+def save(run: Run, done: int, logs: Logs) -> None:
+    """Checkpoint after `done` steps. Every rank must call it; rank 0 writes."""
+    whole = None
+    if run.world.sharded:
+        whole = run.weights(), run.world.gather(moments(run.backbone, run.optimizer))
+    run.world.on_main(write, run, done, logs, whole)
+
+
+def write(run: Run, done: int, logs: Logs, whole: tuple[dict, dict] | None) -> None:
+    logs.sync()
     state = {
         "config": json.loads(c.to_json(run.config)),
         "data": run.data.fingerprint,
         "base": run.base,
     }
-    path = save_checkpoint(run.folder, done, run.backbone, run.tokenizer, run.optimizer, state)
+    path = save_checkpoint(
+        run.folder, done, run.backbone, run.tokenizer, run.optimizer, state, whole
+    )
     prune(path, run.config.keep_last)
-
-
-@contextlib.contextmanager
-def signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM: the loop saves after the running step and ends.
-
-    A second signal takes its usual course.
-    """
-    received: list[int] = []
-    previous = {}
-
-    def note(number, frame):
-        received.append(number)
-        # Not print: a handler may interrupt one, and output buffers refuse to be re-entered.
-        os.write(2, f"\nsignal {number}: saving after this step (again: at once)\n".encode())
-        restore()
-
-    def restore():
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        restore()

@@ -95,6 +95,19 @@ def keep(*arguments) -> str:
         return f"which could not be kept ({error})"
 
 
+def spike(run, step: int, slots: list, loss: float, norm: float) -> bool:
+    """Whether to leave the update out, after reporting a spike of it; TrainingStopped if a spike is
+    to end the run."""
+    what, action = run.guard.judge(loss=loss, grad_norm=norm), run.config.watch.spike_action
+    if what is None:
+        return False
+    if action == "stop":
+        raise stopped(run, step, slots, range(len(slots)), what)
+    line = run.world.on_main(report_spike, run, step, slots, what)
+    tqdm.write(f"{line}{'; its update is left out' if action == 'skip' else ''}")
+    return action == "skip"
+
+
 def report_spike(run, step: int, slots: list, what: str) -> str:
     """A line about a spike that does not end the run. The first few batches are kept too."""
     line = f"step {step + 1}: {what}"

@@ -193,28 +193,41 @@ def test_a_flat_pair_weighs_every_token_exactly_once(name):
 
 
 RUNS = {
-    "discrete": dict(
-        weight="discrete", empty="skip", discrete=DiscreteConfig(8, "one", "omega"),
-        blocks="rising", block_factor="sum",
-    ),
     "all": dict(blocks="all"),
     "flat pairs": dict(name="classical", weight="flat", empty="skip", pairs=True),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_training_step_is_the_same_in_any_micro_batches(tiny, make_run, name, tmp_path):
-    draws = 2 if "pairs" in name else 1
-    results = []
+def test_a_training_step_in_any_micro_batches(tiny, make_run, name, tmp_path):
+    """Uniform predictions: the loss is log V, whatever was masked, and nothing else."""
+    results, draws = [], 2 if "pairs" in name else 1
     for micro in (1, 4):
         config = tiny(
             objective=c.ObjectiveConfig(**RUNS[name]), draws_per_context=draws,
-            micro_batch_size=micro, out=str(tmp_path / f"{micro}"),
+            micro_batch_size=micro, out=str(tmp_path / f"{micro}"), block_size=2,
         )
         c.validate(config)
-        results.append(train_step(make_run(config, torch.float64), 0))
-    one, other = results
-    assert one.loss == pytest.approx(other.loss, rel=1e-6) and one.loss > 0
-    assert (one.supervised_tokens, one.region_tokens) == (
-        other.supervised_tokens, other.region_tokens
+        run = make_run(config, torch.float64)
+        head = run.backbone.head()[0]
+        head.data.zero_()
+        results.append(train_step(run, 0))
+        assert results[-1].loss == pytest.approx(math.log(len(head)), rel=1e-6)
+    counts = {(step.supervised_tokens, step.region_tokens) for step in results}
+    assert len(counts) == 1
+    supervised, region = counts.pop()
+    # Four responses of 3 to 14 tokens and their fill, whole; a single block has 2.
+    assert region >= 4 * 4 * draws and supervised < region
+
+
+def test_the_run_hands_over_times_and_block_distribution(tiny, make_run):
+    objective = c.ObjectiveConfig(
+        weight="discrete", empty="skip", discrete=DiscreteConfig(8, "one", "omega"),
+        blocks="rising", block_factor="sum",
     )
+    run = make_run(tiny(objective=objective))
+    batch = batch_of([(3, 8)] * 200, visit=range(200))
+    _, masked = run.corrupt(batch, 0)
+    assert set((masked.rate * 8).tolist()) == set(range(1, 9))
+    weight = torch.tensor([3.0, 1.5])[masked.block] * 8 / 4  # 1 / rho, Z = 8, |I_a| = 4
+    torch.testing.assert_close(sums(batch, masked).float(), weight * masked.count)

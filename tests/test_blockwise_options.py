@@ -3,6 +3,7 @@ band of the rates, and what each refuses. (All blocks, draws and pairs: test_blo
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,6 +125,19 @@ def test_the_elbo_on_a_grid_is_the_rate_weight():
     )
     assert torch.equal(given.rows, discrete.rows)
     torch.testing.assert_close(given.row_weight, discrete.row_weight, rtol=1.2e-7, atol=0)
+
+
+def test_the_config_reaches_the_kernel_and_the_times():
+    objective = c.ObjectiveConfig(
+        weight="discrete", empty="skip", discrete=DiscreteConfig(7, "one", "omega")
+    )
+    config = dataclasses.replace(presets.debug(), objective=objective)
+    c.validate(config)
+    family = SimpleNamespace(mask_id=MASK, block_origin="response")
+    spec = blockwise.mask_spec(config, family)
+    assert (spec.weight, spec.empty) == ("flat", "skip")
+    assert blockwise.levels_of(objective) == Levels(7, "one", "omega")
+    assert blockwise.levels_of(c.ObjectiveConfig()) is None
 
 
 # --- block distributions ---

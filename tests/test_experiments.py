@@ -19,7 +19,10 @@ from bwsft.experiments.runner import Meters, check_exam, settle
 MINI, BIG = scales.mini(), scales.eight_b()
 
 
-@pytest.mark.parametrize("scale", [MINI, BIG, scales.eight_b("released")], ids=lambda s: s.name)
+SCALES = [MINI, scales.gsm8k(), BIG, scales.eight_b("released")]
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda s: s.name)
 @pytest.mark.parametrize("name", plans.PLANS)
 def test_every_plan_resolves(scale, name):
     plan = plans.PLANS[name](scale)

@@ -203,9 +203,10 @@ def test_block_causal_rows_ignore_later_blocks_and_other_copies():
     torch.testing.assert_close(before[first_block], after[first_block], rtol=1e-12, atol=1e-13)
 
 
-def test_block_causal_weights_sum_to_one_and_gradients_are_finite():
-    b = batch()
-    run = run_of(Mode("block_causal"))
+@pytest.mark.parametrize("factor", ["mean", "sum"])
+def test_block_causal_weights_sum_to_one_or_to_the_blocks(factor):
+    b = batch(canvas="response")
+    run = run_of(Mode("block_causal"), block_factor=factor)
     seen = {}
     forward = run.backbone.forward
 
@@ -217,7 +218,8 @@ def test_block_causal_weights_sum_to_one_and_gradients_are_finite():
     total, grads = gradients(run, b)
     owner = torch.searchsorted(seen["one"].cu_seqlens[1:], seen["rows"], right=True)
     sums = torch.zeros(3).index_add_(0, owner, seen["weight"])
-    torch.testing.assert_close(sums, torch.ones(3))
+    blocks = torch.tensor([3.0, 3.0, 2.0])
+    torch.testing.assert_close(sums, blocks if factor == "sum" else torch.ones(3))
     assert all(torch.isfinite(g).all() for g in grads) and total > 0
 
 

@@ -14,7 +14,7 @@ from bwsft import presets
 from bwsft.backbones.base import Family
 from bwsft.objective_config import SoftMaskedConfig
 from bwsft.objectives import soft_masked
-from bwsft.objectives.drawn import ONE24, response_rows
+from bwsft.objectives.drawn import ONE24, response_rows, times
 from bwsft.packing import CanvasLayout, Example, pack
 
 MASK = 99
@@ -26,7 +26,7 @@ TEXTS = [[7, 50 + i, 7, 98] for i in range(10)] + [[0, 1, 0, 98]]
 
 def batch_of(responses, prompt=2):
     rows = [
-        Example(np.arange(prompt) + 7, np.array(r, dtype=np.int32), i)
+        Example(np.arange(prompt) + 50, np.array(r, dtype=np.int32), i)
         for i, r in enumerate(responses)
     ]
     return pack(rows, LAYOUT)
@@ -109,6 +109,22 @@ def test_important_tokens_come_first_and_ties_by_position():
         noisy = draw(batch, prepare(1.0, 7, low=t, high=t)).noisy.ids[2:]
         hidden = set((noisy == MASK).nonzero()[:, 0].tolist())
         assert set(order[: k - 1]) <= hidden <= set(order[:k])
+
+
+def test_without_statistics_the_first_tokens_come_first():
+    """Equal shares; the prompt takes no part in the order."""
+    drawn = draw(batch_of([TWELVE] * 5), prepare(1.0, 4, texts=[], low=0.25, high=0.25))
+    hidden = (drawn.noisy.ids == MASK).view(5, 14)
+    assert hidden[:, 2:5].all() and hidden.sum() == 15
+
+
+@pytest.mark.parametrize("softness", [0.1, 0.3, 0.7, 1.0])
+def test_one_bucket_has_the_rate_t_to_the_last_bit(softness):
+    batch, options = batch_of([TWELVE] * 2000), prepare(softness, 1)
+    rows = response_rows(batch)
+    p, slope = soft_masked.rates(batch, rows, options)
+    assert torch.equal(p[rows.inside], times(batch, options)[rows.owner][rows.inside])
+    assert (slope[rows.inside] == 1).all()
 
 
 def rates(response, options):

@@ -30,7 +30,7 @@ CASES = {name: c.ObjectiveConfig(name=name) for name in NAMES} | MORE
 def history(folder):
     lines = read_log(folder / "metrics.jsonl")
     for line in lines:
-        del line["seconds"]
+        del line["seconds"], line["data_seconds"]
     return lines, read_log(folder / "eval.jsonl")
 
 

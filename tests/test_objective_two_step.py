@@ -23,8 +23,8 @@ LAYOUT = CanvasLayout(mask_id=MASK, eos_id=48, canvas="response")
 GUESS = 33  # never in a response
 
 
-def batch_of(size, visit=0):
-    rows = [Example(np.arange(2), np.arange(N) + i % 8, i, visit) for i in range(size)]
+def batch_of(size, visit=0, prompt=2):
+    rows = [Example(np.arange(prompt), np.arange(N) + i % 8, i, visit) for i in range(size)]
     return pack(rows, LAYOUT)
 
 
@@ -96,6 +96,8 @@ def test_masks_are_nested_and_predict_meets_the_first(gap, reveal):
     else:
         share = (second - options.low).double() / (first - options.low).clamp(min=1)
         assert abs(float(share.mean()) - 0.5) < 5 / math.sqrt(12 * 500)
+        both = torch.stack([share, first.double()])
+        assert abs(float(both.corrcoef()[0, 1])) < 5 / math.sqrt(500)
     for mask, rate in ((one, first), (two, second)):
         each = (mask & inside).view(500, N + 2).sum(1).double()
         expected = N * rate.double() / ONE24
@@ -150,6 +152,36 @@ def test_a_sequence_shows_its_predictions_with_probability_beta(step):
     some = per_row > 0
     share, chance = float((own[some] > 0).double().mean()), step / 20
     assert abs(share - chance) <= 5 * math.sqrt(chance * (1 - chance) / int(some.sum()))
+
+
+def test_another_visit_mixes_anew():
+    """At beta 1/2 two visits agree on half of the sequences, 5 standard errors."""
+    options = prepare()
+    own = [
+        (draw(batch_of(1000, visit), options).noisy.ids == GUESS).view(1000, N + 2).any(1)
+        for visit in (0, 1)
+    ]
+    share = float((own[0] & own[1]).double().mean())
+    assert abs(share - float(own[0].double().mean() * own[1].double().mean())) < 5 * 0.5 / 1000**0.5
+
+
+def test_predictions_land_where_they_were_made():
+    """Also with a response token in row 0, which the tail of the rows names as well."""
+    options, zero = prepare(schedule="constant"), 0
+
+    def number(noisy, rows):
+        return SimpleNamespace(token=torch.arange(len(rows)) + 100, confidence=rows.float())
+
+    for visit in range(12):
+        batch = batch_of(40, visit, prompt=0)
+        noisy, rows, _ = first_inputs(batch, options)
+        found = draw(batch, options, predict=number).noisy.ids
+        n = int((noisy.ids == MASK).sum())
+        expected = batch.ids.scatter(0, rows[:n], torch.arange(n) + 100)
+        shown = found != MASK
+        assert torch.equal(found[shown], expected[shown]) and n < len(rows)
+        zero += int(rows[0] == 0 and found[0] == 100)
+    assert zero > 0
 
 
 @pytest.mark.parametrize("supervise", ["masked", "revealed", "all"])

@@ -36,7 +36,7 @@ def resumed(config, folder):
 def history(folder):
     """All that a run says about its course."""
     lines = read_log(folder / "metrics.jsonl")
-    seconds = [line.pop("seconds") for line in lines]
+    seconds = [line.pop("seconds") - line.pop("data_seconds") for line in lines]
     assert all(s > 0 for s in seconds)
     return lines, read_log(folder / "eval.jsonl")
 

@@ -3,14 +3,13 @@
 - The blockwise objective bounds the exact block NLL: that of the any-order sampler, which unmasks
   the block's tokens one at a time in a uniformly random order.
 - One block a and one time t give an unbiased gradient (Theorem 3.3), for any distribution rho.
-- How often classical masks show what a decoder sees: the two probabilities of the gradient-bias
-  bound (Theorem 3.1).
+- The gradient of classical SFT is biased by at most how rarely its masks show what a decoder sees
+  (Theorem 3.1; the probabilities themselves: test_blockwise_reductions.py).
 """
 
 import functools
 import itertools
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from bwsft_kernels.block_mask import MaskSpec
 
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
-from bwsft.objectives import blockwise, classical
+from bwsft.objectives import blockwise
 from bwsft.objectives.blockwise import Levels
 from bwsft.packing import CanvasLayout, Example, pack
 
@@ -179,15 +178,6 @@ PROMPT, RESPONSE, T = [0, 2], [1, 3, 0, 2, 2], 4
 INTERVALS = [(0, 3), (3, 5)]  # blocks of the response
 
 
-def batch_of(size, response=RESPONSE, prompt=PROMPT, block_size=B):
-    layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, canvas="response", block_size=block_size, gen_length=12,
-        max_length=32,
-    )
-    prompt, response = np.array(prompt), np.array(response)
-    return pack([Example(prompt, response, 0, visit) for visit in range(size)], layout)
-
-
 @functools.cache
 def losses():
     """(net, {(block, hidden offsets): graph of the summed cross-entropy, its gradient}) of every
@@ -216,7 +206,9 @@ def chance_of_set(a, s, rate):
 
 def found_weights(order, levels, factor, size=2500):
     """{(block, t, hidden offsets): row weight} over visits, from the project's own draws."""
-    batch = batch_of(size)
+    layout = CanvasLayout(mask_id=MASK, eos_id=EOS, canvas="response", block_size=B)
+    example = (np.array(PROMPT), np.array(RESPONSE), 0)
+    batch = pack([Example(*example, visit) for visit in range(size)], layout)
     spec = MaskSpec(B, MASK, seed=1, weight="flat", empty="skip", block_factor=factor)
     _, masked = blockwise.corrupt(batch, spec, order, levels=levels)
     n = int(masked.num_rows)
@@ -264,56 +256,7 @@ def test_one_block_and_one_time_give_an_unbiased_gradient(order, levels, factor)
     assert truth.abs().max() > 1e-3
 
 
-# --- how often classical masks look like decoding ---
-
-
-def ideal_chance(prefix, suffix, low):
-    """E over rate ~ U(low, 1) of (1 - rate)^prefix rate^suffix, as a fraction."""
-    terms = (
-        Fraction((-1) ** k * math.comb(prefix, k), suffix + k + 1)
-        * (1 - low ** (suffix + k + 1))
-        for k in range(prefix + 1)
-    )
-    return sum(terms) / (1 - low)
-
-
-def test_probability_of_a_clean_prefix_and_a_hidden_suffix():
-    """Bernoulli masks at one rate: the integral, its closed form at low = 0, and the sum over all
-    masks of a small case. At the rate 0.3, 100 tokens stay clean once in 3e15 (Theorem 3.1)."""
-    assert 0.7**100 == pytest.approx(3.23e-16, rel=2e-3)
-    for prefix, suffix in [(0, 0), (3, 2), (32, 32), (100, 0)]:
-        closed = Fraction(1, (prefix + suffix + 1) * math.comb(prefix + suffix, prefix))
-        assert ideal_chance(prefix, suffix, Fraction(0)) == closed
-    eps = Fraction(1, 1000)
-    assert ideal_chance(100, 0, eps) == (1 - eps) ** 100 / 101  # averaged over rates: 0.9 %
-    assert float(ideal_chance(32, 32, eps)) == pytest.approx(8.39e-21, rel=1e-2)
-
-    nodes, weights = np.polynomial.legendre.leggauss(8)
-    prefix, suffix, total = 3, 2, 0.0
-    for rate, weight in zip((nodes * 0.999 + 1.001) / 2, weights / 2, strict=True):
-        for mask in itertools.product((0, 1), repeat=prefix + suffix):
-            chance = math.prod(rate if m else 1 - rate for m in mask)
-            total += weight * chance * (not any(mask[:prefix]) and all(mask[prefix:]))
-    assert total == pytest.approx(float(ideal_chance(prefix, suffix, eps)), rel=1e-12)
-
-
-def test_classical_masks_rarely_show_what_the_decoder_sees_and_blockwise_always_does():
-    """Middle block of three blocks of 2: 1 in 30 of 30,000 visits, 4.5 standard errors; and 1."""
-    size = 30_000
-    batch = batch_of(size, [1, 3, 0, 2, 2, 1], block_size=2)
-    spec = MaskSpec(2, MASK, seed=2, empty="skip")
-    wide = MaskSpec(6, MASK, seed=2, empty="skip")
-
-    def share(noisy):
-        hidden = (noisy.ids == MASK).view(size, 8)[:, 2:]
-        return ~hidden[:, :2].any(1) & hidden[:, 4:].all(1)
-
-    likely = float(ideal_chance(2, 2, Fraction(1, 1000)))
-    assert likely == pytest.approx(1 / 30, rel=0.01)
-    found = share(classical.corrupt(batch, wide)[0]).double().mean()
-    assert abs(found - likely) < 4.5 * math.sqrt(likely * (1 - likely) / size)
-    noisy, masked = blockwise.corrupt(batch, spec)
-    assert share(noisy)[masked.block == 1].all() and (masked.block == 1).sum() > size / 4
+# --- the bias of classical gradients ---
 
 
 def test_the_bias_of_a_classical_gradient_is_within_the_bound():

@@ -211,7 +211,7 @@ def test_a_run_learns_and_writes_what_others_read(tiny, capsys):
     assert [r["step"] for r in metrics] == list(range(1, 61))
     assert list(metrics[0]) == [
         "step", "loss", "lr", "grad_norm", "tokens", "supervised_tokens",
-        "region_tokens", "seconds",
+        "region_tokens", "data_seconds", "seconds",
     ]
     assert [r["step"] for r in evals] == [0, 30, 60]
     assert evals[2]["nelbo"] < evals[1]["nelbo"] < evals[0]["nelbo"] - 1

@@ -119,8 +119,9 @@ def test_bits_of_torch_many(case):
 
 def test_bits_of_the_python_loop():
     ids, prompts, responses, cu_seqlens = packed([3, 0, 5], [17, 8, 1], [0, 4, 2])
-    for pairs in (False, True):
-        spec = MaskSpec(block_size=4, mask_id=MASK, seed=7, pairs=pairs)
+    flat = dict(pairs=True, weight="flat", empty="skip")  # the block of one token has empty halves
+    for more in ({}, dict(pairs=True), flat):
+        spec = MaskSpec(block_size=4, mask_id=MASK, seed=7, **more)
         for draw in range(4):
             options = dict(cu_seqlens=cu_seqlens, draw=draw)
             own = block_mask(ids, prompts, responses, spec, impl="triton", **options)

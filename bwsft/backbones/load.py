@@ -149,7 +149,10 @@ def _read_config(folder: Path) -> LladaConfig:
 
 def _family(folder: Path, config: LladaConfig) -> Family:
     """The config's family, with the end ids that generation_config.json (optional) adds."""
-    family = family_of(config)
+    try:
+        family = family_of(config)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
     file = folder / "generation_config.json"
     ids = _read_json(file).get("eos_token_id") if file.is_file() else None
     ids = ids if isinstance(ids, list) else [ids]
@@ -165,9 +168,12 @@ def _shard_files(folder: Path) -> dict[str, list[str] | None]:
         raise FileNotFoundError(
             f"{folder} has neither {_INDEX} nor {_SINGLE}: only safetensors weights are read"
         )
-    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    index = _read_json(folder / _INDEX)
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / _INDEX} has no weight_map: copy the index again")
+    if not isinstance(index.get("metadata"), dict):  # transformers relies on it
+        raise ValueError(f"{folder / _INDEX} has no metadata: copy the index again")
     shards: dict[str, list[str] | None] = {}
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from bwsft.checkpoint import ADAPTER, load_adapter_weights, read_adapter_config
+from bwsft.checkpoint import ADAPTER, load_adapter_weights
+from bwsft.checkpoint_facts import read_adapter_config
 
 # Anchored on `blocks.N.`: LLaDA's head is called ff_out too, and a suffix list would adapt it.
 # `released` is what the paper's released list of Llama names hits in LLaDA: four of the seven.

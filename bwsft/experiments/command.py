@@ -35,8 +35,9 @@ class ExperimentOptions:
 
     name: Annotated[Name, tyro.conf.Positional]
     """Which comparison."""
-    scale: Literal["mini", "8b"] = "mini"
-    """mini: the embedded base on a CPU; 8b: LLaDA-8B-Instruct on a GPU."""
+    scale: Literal["mini", "gsm8k", "8b"] = "mini"
+    """mini: the embedded base on generated problems, on a CPU; gsm8k: the same on GSM8K-shaped
+    --data; 8b: LLaDA-8B-Instruct on a GPU."""
     preset: Literal["paper", "released", "llada-8b-lora"] = "paper"
     """Settings of the 8b scale."""
     dry_run: bool = False
@@ -95,7 +96,10 @@ def run_experiment(options: ExperimentOptions) -> int:
 
 
 def chosen_scale(options: ExperimentOptions) -> Scale:
-    scale = scales.mini() if options.scale == "mini" else scales.eight_b(options.preset)
+    if options.scale == "8b":
+        scale = scales.eight_b(options.preset)
+    else:
+        scale = {"mini": scales.mini, "gsm8k": scales.gsm8k}[options.scale]()
     changes = {"model": options.model, "data": options.data, "steps": options.steps}
     changes = {key: value for key, value in changes.items() if value is not None}
     base = dataclasses.replace(scale.base, **changes)
@@ -111,6 +115,8 @@ def chosen_exam(options: ExperimentOptions, scale: Scale) -> Exam:
     for task in scale.tasks:
         if task != "solved" and getattr(options, task) is None:
             raise ValueError(f"--scale {scale.name} measures {task}: give --{task} FILE")
+    if scale.name == "gsm8k" and scale.base.data is None:
+        raise ValueError("--scale gsm8k needs --data FILE, GSM8K-shaped training records")
     if (scale.base.data or scale.base.model) and options.nelbo_data is None:
         raise ValueError(
             "the held-out NELBO needs --nelbo-data FILE: records like those of the training, and "
@@ -124,7 +130,7 @@ def chosen_exam(options: ExperimentOptions, scale: Scale) -> Exam:
         gsm8k=options.gsm8k,
         math=options.math,
         nelbo_data=options.nelbo_data,
-        batch_size=50 if scale.name == "mini" else 8,
+        batch_size=50 if scale.name == "mini" else 10,
     )
 
 

@@ -1,4 +1,4 @@
-"""The two sizes of every experiment: `mini` on a CPU, `8b` on a GPU.
+"""The sizes of every experiment: `mini` and `gsm8k` on a CPU, `8b` on a GPU.
 
 A scale fixes what all arms of an experiment share: the starting model, data, canvas, batch, updates
 and learning rates. Whatever is compared changes one thing from there (plans.py).
@@ -60,6 +60,20 @@ def mini() -> Scale:
         eval=c.EvalConfig(every=20, draws=4),
     )
     return Scale("mini", base, (5, 10, 20, 40), 5, 800, ("solved",), MINI_RATES)
+
+
+def gsm8k() -> Scale:
+    """The embedded base on GSM8K-shaped text, with the paper's canvas of 4 blocks of 32. A million
+    parameters solve none of it: the NELBO alone is measured."""
+    base = dataclasses.replace(
+        mini().base,
+        block_size=32,
+        gen_length=128,
+        max_length=256,
+        batch_size=8,
+        micro_batch_size=8,
+    )
+    return Scale("gsm8k", base, (8, 16, 32, 64), 3, 400, (), {})
 
 
 def eight_b(preset: str = "paper") -> Scale:
