@@ -36,8 +36,8 @@ PADDING = {
 }
 
 
-def measure(args, device, backbone, variants: dict, memory: bool) -> list[harness.Result]:
-    """Time, memory and cost of variants, name -> (mode, job)."""
+def measure(args, device, backbone, variants: dict, gen: int = 0) -> list[harness.Result]:
+    """Time and cost of variants, name -> (mode, job), and with the first table's `gen` memory."""
     results = {name: harness.Result(name) for name in variants}
     steps = all_steps(backbone, variants)
     if not args.count_only:
@@ -52,8 +52,8 @@ def measure(args, device, backbone, variants: dict, memory: bool) -> list[harnes
             result.flops = counted(args, mode, job)
         if result.flops:
             result.extra["GFLOP per supervised token"] = result.flops / supervised / 1e9
-        if memory and not args.count_only:
-            harness.memory(name, steps[name], device, result, args)
+        if gen and not args.count_only:
+            harness.memory(name, steps[name], device, result, args, ["--gen", str(gen)])
         if result.peak_bytes:
             result.extra["GB in all"] = (result.peak_bytes + result.baseline_bytes) / 1e9
     return list(results.values())
@@ -118,7 +118,7 @@ def modes_of(args, device, gen) -> dict:
 
 def run_modes(args, device, backbone, gen):
     """(settings, results) of the context modes at one response length."""
-    results = measure(args, device, backbone, modes_of(args, device, gen), memory=True)
+    results = measure(args, device, backbone, modes_of(args, device, gen), gen)
     settings = {k: getattr(args, k) for k in ("size", "prompt", "block", "batch", "accumulate")}
     settings |= {"gen": gen, "rank": args.rank}
     paper = harness.Result("paper", "the authors' LLaDA-8B at batch 1 on an A100, for reference",
@@ -137,7 +137,7 @@ def run_padding(args, device, backbone):
     }
     settings = {"size": args.size, "lengths": source, "examples": len(lengths), "batch": batch,
                 "block": args.block, "gen": gen, "rank": args.rank}
-    return settings, measure(args, device, backbone, variants, memory=False)
+    return settings, measure(args, device, backbone, variants)
 
 
 def parse(argv=None) -> argparse.Namespace:

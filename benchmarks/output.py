@@ -25,7 +25,9 @@ def header(device: torch.device, peak: Peak, args) -> dict:
         name = torch.cuda.get_device_name(device)
     else:
         threads = torch.get_num_threads()
-        name = f"cpu, {threads} thread{'s' * (threads > 1)}, {_cpu_name()}"
+        # One thread is timed by its own clock (harness.py).
+        kind = f"{threads} threads" if threads > 1 else "1 thread, CPU seconds"
+        name = f"cpu, {kind}, {_cpu_name()}"
     try:
         import triton
         triton_version = triton.__version__
@@ -52,7 +54,7 @@ def _command(args) -> str:
     for word in words_left:
         if word in ("--json", "--plot"):
             next(words_left)
-        else:
+        elif not word.startswith(("--json=", "--plot=")):
             words.append(word)
     return "python " + " ".join(words)
 
@@ -164,7 +166,7 @@ def finish(args, bench: str, head: dict, points: list, remarks=()) -> None:
     }
     if args.json:
         Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if args.plot:
+    if args.plot and any(r.median_s for _, results in points for r in results):
         from figures import draw  # matplotlib is optional
 
         draw(content, args.plot)

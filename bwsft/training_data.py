@@ -60,8 +60,11 @@ class TrainingData:
         return sum(self.layout.lengths(*pair)[0] for pair in pairs)
 
     def responses(self) -> Iterator[np.ndarray]:
-        """Token ids of the training responses."""
-        return (self.examples.response(int(i)) for i in self.train_index)
+        """Token ids of the training responses as the loss sees them, end token and fill included."""
+        for i in self.train_index.tolist():
+            response = self.examples.response(i)
+            fill = self.layout.lengths(*self.examples.lengths(i))[0] - len(response)
+            yield np.pad(response, (0, fill), constant_values=self.layout.eos_id)
 
     def holdout_batches(self, size: int) -> Iterator[d.Batch]:
         for start in range(0, len(self.holdout_index), size):

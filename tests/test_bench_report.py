@@ -67,6 +67,15 @@ def test_a_page_with_a_failure(report, tmp_path):
     assert (tmp_path / "one.png").exists()
 
 
+def test_sections_by_benchmark_and_the_newest_first(report, tmp_path):
+    for name, bench, date in (("a", "step", "2026-01-02"), ("b", "loss", "2026-01-01"),
+                              ("c", "loss", "2026-01-03"), ("d", "loss", "2026-01-03")):
+        content = result_file([point({"rows": 8}, naive=0.2)], bench)
+        content["header"]["date"] = date
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert re.findall(r"^## (.)", report.render(tmp_path), re.M) == ["c", "d", "b", "a"]
+
+
 def test_a_sweep_is_what_differs_in_one_number(report, tmp_path):
     import figures
 

@@ -109,8 +109,7 @@ def test_a_log_and_a_small_file_name_themselves(disk):
     fill(folder)
     with pytest.raises(OSError, match="No space left on device.*metrics.jsonl"):
         log.append({"step": 2, "long": "x" * 8192})
-    with pytest.raises(OSError, match="No space left on device.*metrics.jsonl"):
-        log.close()
+    log.close()
     with pytest.raises(OSError, match="No space left on device.*config.json'"):
         write_atomic(folder / "config.json", "x" * 8192)
     assert (folder / "config.json").read_text() == "old"

@@ -119,10 +119,11 @@ def test_a_step_is_plain_arithmetic_on_its_inputs(tiny, make_run, monkeypatch, c
     total = torch.zeros((), dtype=torch.float64)
     for batch, rows, target, weight, (_, smoothing, excluded), _ in scored:
         real = target != -100
+        assert torch.is_tensor(smoothing) == ("rdm" in case)
+        assert excluded == (run.backbone.family.mask_id if case == "mdlm" else None)
         hidden = plain.hidden_states(batch.ids, batch.position_ids, batch.cu_seqlens)
         logits = hidden[rows[real]] @ plain.head()[0].T
         if excluded is not None:
-            assert case == "mdlm" and excluded == run.backbone.family.mask_id
             logits[:, excluded] = -torch.inf
         log_p = logits.log_softmax(-1)
         ce = F.nll_loss(log_p, target[real], reduction="none")
@@ -135,6 +136,21 @@ def test_a_step_is_plain_arithmetic_on_its_inputs(tiny, make_run, monkeypatch, c
     truth = {n: p.grad for n, p in trainable(plain).items()}
     for name, grad in gradients(run).items():
         torch.testing.assert_close(grad, truth[name], rtol=1e-9, atol=1e-13)
+
+
+def test_the_schedule_follows_the_run(tiny, make_run, monkeypatch):
+    """The first update shows the truth at every revealed place, the last one predictions."""
+    config = tiny(objective=CASES["two_step"], steps=7, micro_batch_size=4)
+    run = make_run(config)
+    calls = calls_of(run, monkeypatch)
+    for step in (0, 6):
+        t.train_step(run, step)
+        (before, *_), (after, *_) = calls[-2:]
+        clean = run.data.pack(run.data.slots(step, 4, config.seed)).ids
+        revealed = before.ids != after.ids
+        assert revealed.sum() > 5
+        right = (after.ids == clean)[revealed].double().mean()
+        assert right == 1 if step == 0 else right < 0.5  # of 259 tokens, by a random model
 
 
 def flops_of(tiny, make_run, tmp_path, name, objective):

@@ -30,7 +30,7 @@ class Stream(IntEnum):
     DROPOUT = 5
     ORDER = 6
     GUMBEL = 7
-    TIME = 8  # one number per update
+    TIME = 8  # a second time of a visit
     MIX = 9  # whether a sequence sees its own predictions
     REPLACE = 10  # which visible tokens are replaced, and by what
 
