@@ -18,21 +18,29 @@ import models
 import output
 import shapes
 import torch
-from decodes import VARIANTS, decode, hollow_flops, make_problem, step_of, trained_problem
+from decodes import (
+    VARIANTS,
+    context_of,
+    decode,
+    hollow_flops,
+    make_problem,
+    step_of,
+    trained_problem,
+)
 
 SWEEP = ((128, 1024), (128, 512), (1, 8))  # prompt, gen, batch
 
 
-def measure(args, device, problem, name_flops=None) -> list[harness.Result]:
-    """Decode once for the tokens (and on a CPU for the cost), then on the clock. name_flops:
-    variant -> FLOPs, where torch can't see them all."""
+def measure(args, device, problem, flops=None) -> list[harness.Result]:
+    """Decode once for the tokens and the cost, then on the clock. flops: variant -> FLOPs, where
+    torch can't see them all: a GPU's attention and head kernels are out of its sight."""
     results, steps, found = {}, {}, {}
     for name in args.variants:
         results[name] = result = harness.Result(name)
         steps[name] = step_of(problem, name, found)
         harness.attempt(result, lambda name=name: harness.count_cost(steps[name], results[name]))
-        if name_flops:
-            result.flops = name_flops(name)
+        if device.type == "cuda":
+            result.flops = flops and flops(name)
     truth = found["naive"].tokens if "naive" in found else None
     for name, run in found.items():
         extra = results[name].extra
@@ -71,14 +79,13 @@ def run_point(args, device, model, shape):
     grid = (args.block, settings["blocks"])
 
     def flops(name):
-        return hollow_flops(args.size, shape, *grid, name)
+        return hollow_flops(args.size, shape, *grid, context_of(name))
 
     if args.count_only:
         results = [harness.Result(name, flops=flops(name)) for name in args.variants]
         return settings, results
     problem = make_problem(model, shape, *grid)
-    # A GPU's attention and head kernels are out of the counter's sight.
-    return settings, measure(args, device, problem, flops if device.type == "cuda" else None)
+    return settings, measure(args, device, problem, flops)
 
 
 def parse(argv=None) -> argparse.Namespace:

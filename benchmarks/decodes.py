@@ -1,5 +1,6 @@
 """One decoding in every variant of bench_generate.py, the published decoder among them."""
 
+import functools
 from dataclasses import dataclass, replace
 
 import harness
@@ -135,11 +136,11 @@ def step_of(problem: Problem, name: str, found: dict):
 
 
 @torch.no_grad()
-def hollow_step(problem: Problem, name: str):
-    """One row of the batch with weights that are hollow. Nothing can be read back: a token a step,
-    whatever the rule."""
+def hollow_step(problem: Problem, context: str | None):
+    """One row of the batch with weights that are hollow, by a context mode or (None) the published
+    loop. Nothing can be read back: a token a step."""
     row = replace(problem, prompts=problem.prompts[:1], canvases=problem.canvases[:1])
-    if name == "naive":
+    if context is None:
         mask = row.model.family.mask_id
         ids = [mask if token is None else token for token in row.canvases[0]]
         ids = torch.tensor([row.prompts[0] + ids])
@@ -147,7 +148,6 @@ def hollow_step(problem: Problem, name: str):
             row.model.model(input_ids=ids)
         yield "decode"
         return
-    context = VARIANTS[name]["context"]
     config, weight = row.config({"context": context}), row.model.head()[0]
     rows = make_rows(row.prompts, row.canvases, [0], row.model.family, config)
     canvas = Canvas.begin(rows, row.model.family, weight)
@@ -161,15 +161,23 @@ def hollow_step(problem: Problem, name: str):
     yield "decode"
 
 
-def hollow_flops(size: str, shape: tuple[int, int, int], block: int, blocks: int, name: str) -> int:
+@functools.cache
+def hollow_flops(
+    size: str, shape: tuple[int, int, int], block: int, blocks: int, context: str | None
+) -> int:
     """FLOPs of a decoding, counted on one row without values; all layers but the last cost the
     same, so two and three layers tell the cost of any number."""
     two, three = (
         harness.count_flops(
             lambda n=n: hollow_step(
-                make_problem(models.hollow_backbone(size, n), shape, block, blocks), name
+                make_problem(models.hollow_backbone(size, n), shape, block, blocks), context
             )
         )
         for n in (2, 3)
     )
     return shape[2] * (two + (shapes.SIZES[size]["n_layers"] - 2) * (three - two))
+
+
+def context_of(name: str) -> str | None:
+    """The context mode of a variant; None: the published loop."""
+    return VARIANTS[name] and VARIANTS[name]["context"]

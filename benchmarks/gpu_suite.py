@@ -43,7 +43,7 @@ class Part:
 
 PARTS = [
     Part("kernel_tests", "pytest", "", 120, ("--collect-only",)),
-    Part("loss", "bench_loss.py", "--quick", 60,
+    Part("loss", "bench_loss.py", "--quick", 75,
          ("--batch 2 --hidden 64 --vocab 4096 --rows 32 --rounds 1 --no-memory",)),
     Part("step", "bench_step.py", "--size 8b --quick", 120,
          ("--size 8b --quick --count-only", TINY)),

@@ -15,6 +15,7 @@ commands
   evaluate       Pass@1 on GSM8K- or MATH-shaped files
   trace          draw how an answer was unmasked
   compare        decode in several context modes and compare
+  replay         run again what a run kept when a loss was not finite or spiked
   export         merge a run's adapter and write a model folder
   experiment     the paper's comparisons: table, equal-tokens, block-grid, ...
   bench          run the quick benchmarks and print one table
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         "evaluate": _evaluate,
         "trace": _trace,
         "compare": _compare,
+        "replay": _replay,
         "export": _export,
         "experiment": _experiment,
         "bench": _bench,
@@ -102,6 +104,14 @@ def _compare(argv: list[str]) -> int:
     from bwsft.compare import CompareOptions, run_compare
 
     return run_compare(tyro.cli(CompareOptions, args=argv, prog="bwsft compare"))
+
+
+def _replay(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.replay import ReplayOptions, run_replay
+
+    return run_replay(tyro.cli(ReplayOptions, args=argv, prog="bwsft replay"))
 
 
 def _export(argv: list[str]) -> int:

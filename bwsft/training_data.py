@@ -60,7 +60,7 @@ class TrainingData:
         return sum(self.layout.lengths(*pair)[0] for pair in pairs)
 
     def responses(self) -> Iterator[np.ndarray]:
-        """Token ids of the training responses as the loss sees them, end token and fill included."""
+        """Token ids of the training responses as the loss sees them, with their fill."""
         for i in self.train_index.tolist():
             response = self.examples.response(i)
             fill = self.layout.lengths(*self.examples.lengths(i))[0] - len(response)

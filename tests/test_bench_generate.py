@@ -49,7 +49,8 @@ def test_flops_are_those_of_a_real_decoding(bench_generate, monkeypatch):
     problem = bench_generate.make_problem(model, shape, *grid)
     for name in ("naive", "exact", "prefix", "cached", "block_causal", "cached_threshold"):
         real = bench_generate.harness.count_flops(bench_generate.step_of(problem, name, {}))
-        assert bench_generate.hollow_flops("tiny", shape, *grid, name) == real, name
+        context = bench_generate.context_of(name)
+        assert bench_generate.hollow_flops("tiny", shape, *grid, context) == real, name
 
 
 def test_the_formulas_of_a_whole_decoding(bench_generate):

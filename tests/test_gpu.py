@@ -100,6 +100,11 @@ def test_block_mask_has_the_bits_of_the_cpu(more):
         own = block_mask(ids, prompts, responses, spec, draw=draw, impl="triton")
         law = block_mask(ids.cpu(), prompts.cpu(), responses.cpu(), spec, draw=draw)
         assert_same(own, law)
+    given = {"rate": torch.randint(2**24 + 1, (32,)), "factor": torch.rand(32)}
+    on_gpu = {name: value.cuda() for name, value in given.items()}
+    own = block_mask(ids, prompts, responses, spec, block_draw=3, impl="triton", **on_gpu)
+    law = block_mask(ids.cpu(), prompts.cpu(), responses.cpu(), spec, block_draw=3, **given)
+    assert_same(own, law)
 
 
 def test_block_mask_in_a_graph():

@@ -21,6 +21,8 @@ import torch
 from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 
+from bwsft.objectives.drawn import Rows, ranks
+
 # Draw numbers of the evaluation lie far above those of training visits.
 FIRST_DRAW = 1 << 31
 # 2^24 / golden ratio. With block choices 1/draws apart and counts this far apart, the pairs (block,
@@ -85,11 +87,8 @@ def _smallest(batch, spec, draw: int, owner, active, count) -> Tensor:
         seed=spec.seed,
         stream=Stream.MARKS,
     )
-    # Sort by (sequence, active first, word, position): the first `count` of each sequence win.
-    ranked = ((owner * 2 + (~active).long()) * (1 << 24) + word).argsort(stable=True)
-    rank = torch.empty_like(ranked)
-    rank[ranked] = torch.arange(len(ranked), device=ranked.device)
-    return active & (rank - batch.cu_seqlens[:-1].long()[owner] < count[owner])
+    among = Rows(active, owner, batch.position_ids, batch.response_lengths)
+    return active & (ranks(batch, among, active, word) < count[owner])
 
 
 @torch.no_grad()
