@@ -192,12 +192,13 @@ def run_point(args, device, rows, vocabulary):
             continue
         result.tokens_per_s = tokens / result.median_s
         result.supervised_tokens_per_s = kept / result.median_s
-        result.traffic_bytes = passes * problem.weight.nbytes
         if name == "fused":  # on a GPU a part of its products is in Triton
             loss = functools.partial(linear_cross_entropy, impl="torch")
             harness.count_cost(step_of(loss, problem, args.phase), result)
         elif name not in ("compiled", "cce"):  # their products are out of sight
             harness.attempt(result, functools.partial(harness.count_cost, step, result))
+        if result.flops:
+            result.traffic_bytes = passes * problem.weight.nbytes
         shape = ["--rows", str(rows), "--vocab", str(vocabulary)]
         harness.memory(name, step, device, result, args, shape)
     settings = dict(tokens=tokens, rows=kept, hidden=args.hidden, vocab=vocabulary,

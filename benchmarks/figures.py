@@ -6,7 +6,7 @@ import matplotlib
 from harness import Result
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot, ticker  # noqa: E402
 
 MEASURES = (
     ("ms, median", lambda r: r.median_s and r.median_s * 1e3),
@@ -47,7 +47,7 @@ def _lines(points: list, varying: dict):
     measures = [m for m in MEASURES if any(m[1](r) for _, results in points for r in results)]
     figure, axes = pyplot.subplots(len(measures), len(varying), squeeze=False,
                                    figsize=(4.6 * len(varying), 3.4 * len(measures)),
-                                   layout="constrained")
+                                   sharey="row", layout="constrained")
     for row, (label, measure) in zip(axes, measures, strict=True):
         for axis, (key, line) in zip(row, varying.items(), strict=True):
             for number, name in enumerate(r.name for r in points[0][1]):
@@ -60,6 +60,8 @@ def _lines(points: list, varying: dict):
                     axis.plot(*zip(*pairs, strict=True), marker="o", label=name, color=f"C{number}")
             axis.set(xscale="log", yscale="log", xlabel=key)
             axis.set_xticks([s[key] for s, _ in line], [f"{s[key]:,}" for s, _ in line])
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
             axis.minorticks_off()
             axis.grid(alpha=0.3)
         row[0].set_ylabel(label)
@@ -88,6 +90,5 @@ def _bars(points: list):
         text = ", ".join(f"{k} {v}" for k, v in settings.items() if not isinstance(v, dict))
         left.set_title(text, fontsize=7, loc="left")
         for axis in (left, right):
-            axis.set_xscale("log")
             axis.margins(x=0.2)
     return figure

@@ -46,7 +46,7 @@ def date_of(content: dict) -> str:
 def render(folder: Path) -> str:
     """The whole page."""
     files = read(folder)
-    titles = ("file", "what", "device", "date", "times naive's speed")
+    titles = ("file", "what", "device", "date", "times naive's speed, first shape")
     parts = [INTRODUCTION, f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for path, content in files:
         device = content.get("header", content)["device"]

@@ -12,8 +12,10 @@ USAGE = """usage: bwsft COMMAND [OPTIONS]
 commands
   train PRESET   fine-tune; presets: {presets}
   generate       decode prompts with a run, checkpoint or model folder
+  chat           talk to a model and watch its tokens being unmasked
   evaluate       Pass@1 on GSM8K- or MATH-shaped files
   trace          draw how an answer was unmasked
+  report RUN     write a run as one HTML page: curves, samples, unmasking
   compare        decode in several context modes and compare
   replay         run again what a run kept when a loss was not finite or spiked
   export         merge a run's adapter and write a model folder
@@ -31,8 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     commands = {
         "train": _train,
         "generate": _generate,
+        "chat": _chat,
         "evaluate": _evaluate,
         "trace": _trace,
+        "report": _report,
         "compare": _compare,
         "replay": _replay,
         "export": _export,
@@ -82,6 +86,14 @@ def _generate(argv: list[str]) -> int:
     return run_generate(tyro.cli(GenerateOptions, args=argv, prog="bwsft generate"))
 
 
+def _chat(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.chat import ChatOptions, run_chat
+
+    return run_chat(tyro.cli(ChatOptions, args=argv, prog="bwsft chat"))
+
+
 def _evaluate(argv: list[str]) -> int:
     import tyro
 
@@ -96,6 +108,14 @@ def _trace(argv: list[str]) -> int:
     from bwsft.trace import TraceOptions, run_trace
 
     return run_trace(tyro.cli(TraceOptions, args=argv, prog="bwsft trace"))
+
+
+def _report(argv: list[str]) -> int:
+    import tyro
+
+    from bwsft.report_html import ReportOptions, run_report
+
+    return run_report(tyro.cli(ReportOptions, args=argv, prog="bwsft report"))
 
 
 def _compare(argv: list[str]) -> int:

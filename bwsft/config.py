@@ -120,7 +120,8 @@ class Config:
     preset: str = ""
     """Name of the preset these values started from."""
     data: str | None = None
-    """JSONL/JSON/CSV/Parquet file or Hub id; none: generated word problems."""
+    """JSONL/JSON/CSV/Parquet file or Hub id; none: generated word problems with operands up to 9;
+    wordproblems-N: up to N."""
     model: str | None = None
     """Checkpoint folder or Hub id; none: the tiny embedded LLaDA, or with --tokenizer a small
     random one of that vocabulary (its shape: --init.*)."""

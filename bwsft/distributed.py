@@ -5,7 +5,8 @@ or FSDP2 (`fully_shard`) moves the gradients. A step's sequences are a function 
 each rank takes its share of them, so any number of processes trains on the same updates.
 
 DDP: every backward of an update stays local, whatever their number, none included; one last
-backward of a zero that touches every trainable parameter makes DDP sum the gradients.
+backward of a zero that touches every trainable parameter makes DDP average the gradients, and
+`share_of` makes up for the average.
 
 FSDP2: every forward and backward is a collective, so all ranks must run the same sequence of them.
 Before each forward of the whole model a rank announces it on a gloo group; a rank that has nothing
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -56,7 +59,12 @@ class World:
         self.sharded = size > 1 and kind == "fsdp"
         self._idle = False
         self._sharded: nn.Module | None = None
-        self._summing: nn.Module | None = None
+        self._averaging: nn.Module | None = None
+
+    def share_of(self, count: int) -> float:
+        """What a rank divides a loss by, so that an update's gradient is the sum over ranks divided
+        by `count`."""
+        return count if self._averaging is None else count / self.size
 
     @property
     def main(self) -> bool:
@@ -115,13 +123,13 @@ class World:
             # Before FSDP's own hook, which waits for the other ranks.
             backbone.register_forward_pre_hook(self._announce, prepend=True)
         elif self.size > 1:
-            self._summing = summing(backbone)
+            self._averaging = averaging(backbone)
 
     def finish(self, idle: Callable[[], Tensor]) -> None:
-        """After a rank's last pass of an update or evaluation: the gradients become the sums over
+        """After a rank's last pass of an update or evaluation: the gradients become those of all
         ranks. idle() is a forward whose loss counts for nothing."""
-        if self._summing is not None and torch.is_grad_enabled():
-            self._summing().backward()
+        if self._averaging is not None and torch.is_grad_enabled():
+            self._averaging().backward()
         if not self.sharded:
             return
         self._idle = True
@@ -139,6 +147,18 @@ class World:
         if not self._idle:
             self.max(BACKWARD if torch.is_grad_enabled() else FORWARD)
 
+    def leave(self) -> None:
+        """Let go of what would keep the process group alive once it is destroyed.
+
+        A gloo thread drops the tensors of its last work a moment after that is done, and needs
+        Python's lock to do so. DDP's reducer, if it is the group's last owner, would wait for that
+        thread with the lock in its hand; and a thread that asks for the lock when the interpreter
+        has ended aborts the process (both seen with torch 2.13).
+        """
+        time.sleep(0.1)
+        self._averaging = self._sharded = None
+        gc.collect()
+
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """What may be sharded, whole and on the host, for rank 0 ({} for the others). One tensor
         after the other, so that a device holds one whole tensor at a time."""
@@ -150,16 +170,14 @@ class World:
         return whole
 
 
-def summing(backbone: nn.Module) -> nn.Module:
-    """A DDP module whose backward adds up the gradients that each rank has gathered."""
+def averaging(backbone: nn.Module) -> nn.Module:
+    """A DDP module whose backward averages the gradients that the ranks have gathered."""
     device = next(backbone.parameters()).device
-    module = nn.parallel.DistributedDataParallel(
+    return nn.parallel.DistributedDataParallel(
         Touch(list(trainable(backbone).values())),
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
     )
-    module.register_comm_hook(None, add)  # DDP's own would average
-    return module
 
 
 class Touch(nn.Module):
@@ -171,12 +189,6 @@ class Touch(nn.Module):
 
     def forward(self) -> Tensor:
         return torch.cat([p.flatten()[:1].float() for p in self.weights]).sum() * 0
-
-
-def add(group, bucket):
-    """DDP's communication hook (which may not be annotated by text): a sum over ranks."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 def shard(backbone: nn.Module, size: int) -> None:
@@ -209,18 +221,19 @@ def join(kind: str, device: str) -> Iterator[World]:
         return
     cpu = device == "cpu" or not torch.cuda.is_available()
     check_launch(device, cpu)
-    # Imported before the group exists: its functions take the group as a default argument. They
-    # would keep it, and its threads, alive into the interpreter's end, where a gloo thread that is
-    # still busy aborts the process (seen in 1 of 5 exits with torch 2.13).
+    # Imported before the group exists: its functions take the group as a default argument, and
+    # would keep it alive (see World.leave).
     importlib.import_module("torch.distributed.nn")
     from accelerate import PartialState
 
     state = PartialState(cpu=cpu, timeout=PATIENCE)
     # Numbers of the host travel on gloo, and never wait for a device.
     host = None if state.backend == "gloo" else dist.new_group(timeout=PATIENCE, backend="gloo")
+    world = World(state.process_index, size, kind, state.device, host)
     try:
-        yield World(state.process_index, size, kind, state.device, host)
+        yield world
     finally:
+        world.leave()
         state.destroy_process_group()
         PartialState._reset_state()
 

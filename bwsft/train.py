@@ -73,7 +73,7 @@ def train_step(run: Run, step: int) -> Step:
         #    the context mode have it; the head meets the loss rows only.
         for loss in run.losses(batch, step, part.start):
             # 3. Backward adds to the gradients; no graph outlives its draw.
-            (loss.total / len(slots)).backward()
+            (loss.total / world.share_of(len(slots))).backward()
             losses.append((part.start, loss._replace(total=loss.total.detach())))
         tokens += batch.ids.numel()
     world.finish(run.idle)

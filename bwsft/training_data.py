@@ -82,7 +82,9 @@ def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
         mask_id=family.mask_id,
         vocab_size=family.vocab_size,
     )
-    source = config.data or wordproblems.generate(GENERATED, FIXED_SEED)
+    source, largest = config.data, wordproblems.largest_operand(config.data)
+    if largest is not None:
+        source = wordproblems.generate(GENERATED, FIXED_SEED, largest=largest)
     examples = d.load_set(source, tokenizer, options, config.dataset.cache_dir)
     print(examples.summary())
     if config.dataset.limit is not None:

@@ -55,6 +55,15 @@ def is_test(story: int, a: int, b: int, c: int) -> bool:
     return (7 * a + 11 * b + 13 * c + story) % TEST_SHARE == 0
 
 
+def largest_operand(data: str | None) -> int | None:
+    """Of the generated problems that a run's `data` names: None is 9, "wordproblems-20" is 20; None
+    for anything else, which is a file or a Hub id."""
+    if data is None:
+        return 9
+    name, _, largest = data.rpartition("-")
+    return int(largest) if name == "wordproblems" and largest.isdecimal() else None
+
+
 def generate(
     count: int, seed: int = 0, split: str = "train", largest: int = 9
 ) -> list[dict[str, str]]:

@@ -30,8 +30,8 @@ from bwsft.metrics import read_log
 
 SAVE_EVERY = 4
 PATIENCE = 300  # seconds without a step after which a life counts as hanging
-# How a life ends, and how often.
-MOMENTS = {"at a step": 6, "writing a checkpoint": 3, "starting": 1}
+# How a life ends: once each, then this often.
+MOMENTS = {"starting": 1, "writing a checkpoint": 3, "at a step": 6}
 
 
 class Failed(Exception):
@@ -105,9 +105,9 @@ class Soak:
     def soak(self) -> None:
         """Start, kill and restart the run `kills` times, checking after every kill."""
         rng = random.Random(self.seed)
+        moments = [*MOMENTS, *rng.choices(list(MOMENTS), list(MOMENTS.values()), k=self.kills)]
         with tqdm(total=self.kills, unit="kill", dynamic_ncols=True, disable=None) as bar:
-            for number in range(self.kills):
-                moment = rng.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+            for number, moment in enumerate(moments[: self.kills]):
                 left = self.kills - number
                 self.live(moment, rng, 2 * (self.steps - self.done()) // (left + 1))
                 self.check_after_kill()
@@ -132,6 +132,7 @@ class Soak:
                 self.wait(process, lambda: self.done() >= goal)
                 if moment == "writing a checkpoint":
                     self.wait(process, lambda: temporaries(self.run) - halves)
+                    share /= 3  # a tiny checkpoint is written in 20 ms
                 time.sleep(share * 0.03)
         finally:
             ended = process.poll()

@@ -264,8 +264,6 @@ def test_the_ranks_gradients_add_up(tiny, make_run, layout):
     left = {name: grad.clone() for name, grad in truth.items()}
     for rank in range(size):
         run.world = Lone(rank, size)
-        if not run.world.max(0) and rank >= 8:  # nothing to do
-            continue
         part, grads = step()
         total, tokens = total + part.loss, tokens + part.tokens
         for name, grad in grads.items():

@@ -130,7 +130,7 @@ def test_claims_are_judged_pair_by_pair():
 
 
 def test_exam_halves_share_no_numbers():
-    exam, pilot = measures.test_problems(100), measures.test_problems(100, pilot=True)
+    exam, pilot = (measures.test_problems(100, "wordproblems-20", pilot=p) for p in (False, True))
     assert len(exam) == len(pilot) == 100
     numbers = [{"".join(ch for ch in p["query"] if not ch.isalpha()) for p in x}
                for x in (exam, pilot)]
@@ -155,7 +155,7 @@ def test_a_run_writes_page_csv_and_figure(finished):
     lines = list(csv.DictReader((out / "report/equal-flops.csv").open()))
     assert [line["arm"] for line in lines] == ["base", *["classical"] * 2, *["blockwise"] * 2]
     for line in lines[1:]:
-        assert float(line["flops"]) > 0 and 0 < float(line["nelbo@10"]) < 1
+        assert float(line["flops"]) > 0 and 0 < float(line["nelbo@10"]) < 2
         assert len(json.loads(line["evals"])) == 5
     trained = [json.loads(p.read_text()) for p in sorted((out / "cells").glob("blockwise*.json"))]
     assert [t["train"]["updates"] for t in trained] == [4, 4]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bwsft.records import normalise
-from bwsft.wordproblems import STORIES, generate
+from bwsft.wordproblems import STORIES, generate, largest_operand
 
 
 def test_every_equation_is_right_and_the_last_is_the_answer():
@@ -62,3 +62,9 @@ def test_every_story_appears_in_both_splits():
     for split in ("train", "test"):
         text = " ".join(r["query"] for r in generate(300, split=split))
         assert all(word in text for word in words)
+
+
+def test_names_of_generated_data():
+    assert [largest_operand(name) for name in (None, "wordproblems-20")] == [9, 20]
+    for other in ("wordproblems", "wordproblems-x.jsonl", "data/train.jsonl", "meta-math/MetaMathQA"):
+        assert largest_operand(other) is None

@@ -16,6 +16,7 @@ from bwsft.experiments import scales
 from bwsft.experiments.measures import Exam
 from bwsft.experiments.plans import PILOT_SEED, PLANS, Plan
 from bwsft.experiments.scales import Scale
+from bwsft.wordproblems import largest_operand
 
 Name = Literal[
     "table",
@@ -117,7 +118,7 @@ def chosen_exam(options: ExperimentOptions, scale: Scale) -> Exam:
             raise ValueError(f"--scale {scale.name} measures {task}: give --{task} FILE")
     if scale.name == "gsm8k" and scale.base.data is None:
         raise ValueError("--scale gsm8k needs --data FILE, GSM8K-shaped training records")
-    if (scale.base.data or scale.base.model) and options.nelbo_data is None:
+    if largest_operand(scale.base.data) is None and options.nelbo_data is None:
         raise ValueError(
             "the held-out NELBO needs --nelbo-data FILE: records like those of the training, and "
             "not among them"

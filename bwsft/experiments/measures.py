@@ -55,9 +55,11 @@ def measure(name: str, source: str | None, cell, exam: Exam, folder: Path) -> di
     return answers(kind, source, config, exam, folder / f"{cell.key}-{kind}-b{block}")
 
 
-def test_problems(count: int, pilot: bool = False) -> list[dict]:
-    """Generated problems of the test split; the numbers of a problem decide which half it is in."""
-    asked = wordproblems.generate(4 * count, TEST_SEED, split="test")
+def test_problems(count: int, data: str | None = None, pilot: bool = False) -> list[dict]:
+    """Problems of the test split, generated as the training's were; the numbers of a problem decide
+    which half it is in."""
+    largest = wordproblems.largest_operand(data)
+    asked = wordproblems.generate(4 * count, TEST_SEED, split="test", largest=largest)
     half = [p for p in asked if sum(map(int, re.findall(r"\d+", p["query"]))) % 2 == int(pilot)]
     assert len(half) >= count
     return half[:count]
@@ -69,12 +71,12 @@ def held_out_nelbo(trained: Trained, config: c.Config, exam: Exam, pilot: bool =
     from bwsft.objectives.blockwise import mask_spec
 
     family = trained.backbone.family
-    generated = test_problems(exam.problems, pilot)
+    records = exam.nelbo_data or test_problems(exam.problems, config.data, pilot)
     options = d.DataOptions(
         template=config.dataset.template, max_length=config.max_length,
         gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
     )  # fmt: skip
-    examples = d.load_set(exam.nelbo_data or generated, trained.tokenizer, options)
+    examples = d.load_set(records, trained.tokenizer, options)
     layout = d.CanvasLayout(
         mask_id=family.mask_id, eos_id=family.eos_id, block_size=config.block_size,
         gen_length=config.gen_length, max_length=config.max_length,
@@ -99,7 +101,7 @@ def solved(trained: Trained, config: c.Config, exam: Exam) -> dict:
     """Exact match on generated problems, one token a step; `each` keeps every problem's result."""
     from bwsft.demo import solve
 
-    problems = test_problems(exam.problems)
+    problems = test_problems(exam.problems, config.data)
     right, found = solve(trained, problems, config, "exam", config.context)
     return {
         "value": sum(right) / len(right),

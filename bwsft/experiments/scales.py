@@ -40,15 +40,17 @@ class Scale:
         return self.grid[0]
 
 
-# Peak learning rates of the mini scale by objective and context mode, each the best of 3e-4, 1e-3
-# and 3e-3 on seeds, problems and masks that the study does not use (experiment `pilot`).
+# Peak learning rates of the mini scale by objective and context mode, each the best of those in
+# `plans.PILOT_RATES` on a seed and on problems that the study does not use (experiment `pilot`).
 MINI_RATES: dict[str, float] = {}
 
 
 def mini() -> Scale:
-    """A minute a cell on one CPU core: the embedded base, generated problems, 4 blocks of 10."""
+    """A minute a cell on one CPU core: the embedded base, 4 blocks of 10, and problems with larger
+    operands than the base has seen, so that there is something to learn."""
     base = dataclasses.replace(
         presets.debug(),
+        data="wordproblems-20",
         steps=200,
         block_size=10,
         batch_size=16,
@@ -67,6 +69,7 @@ def gsm8k() -> Scale:
     parameters solve none of it: the NELBO alone is measured."""
     base = dataclasses.replace(
         mini().base,
+        data=None,
         block_size=32,
         gen_length=128,
         max_length=256,
