@@ -200,7 +200,7 @@ def main(argv=None) -> None:
     ratios = {name: round(ratios["exact"] / value, 2) for name, value in ratios.items()}
     output.finish(args, "step", head, points, [
         f"LLaDA-8B by formula, exact's FLOPs per supervised token over theirs: {ratios}",
-        "In the second table the speed counts prompt and response tokens alone, not padding.",
+        "In the last table the speed counts prompt and response tokens alone, not padding.",
     ])
 
 

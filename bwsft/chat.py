@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -246,18 +247,13 @@ class Picture:
         ends = self.decoder.trained.backbone.family.end_ids
         ends = [p for p, token in self.tokens.items() if token in ends]
         length = min([length, *ends])
-        text, run, style = Text(), [], None
-        for position in range(length + 1):
-            now = self.style(position) if position < length else None
-            if run and now != style:
-                # Together: a character may be spread over several tokens.
-                text.append(self.decoder.text(run).translate(VISIBLE), style=style)
-                run = []
-            style = now
-            if position < length and position in self.tokens:
-                run.append(self.tokens[position])
-            elif position < length:
-                text.append(MASK, style="dim")
+        text = Text()
+        for style, run in itertools.groupby(range(length), self.style):
+            if style is None:
+                text.append(MASK * len(list(run)), style="dim")
+            else:  # together: a character may be spread over several tokens
+                words = self.decoder.text([self.tokens[position] for position in run])
+                text.append(words.translate(VISIBLE), style=style)
         return text
 
     def style(self, position: int) -> str | None:

@@ -229,7 +229,8 @@ def join(kind: str, device: str) -> Iterator[World]:
     state = PartialState(cpu=cpu, timeout=PATIENCE)
     # Numbers of the host travel on gloo, and never wait for a device.
     host = None if state.backend == "gloo" else dist.new_group(timeout=PATIENCE, backend="gloo")
-    world = World(state.process_index, size, kind, state.device, host)
+    place = torch.device("cpu") if cpu else state.device
+    world = World(state.process_index, size, kind, place, host)
     try:
         yield world
     finally:

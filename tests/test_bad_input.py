@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bwsft import config as c
+from bwsft.checkpoint import _write_manifest
 from bwsft.cli import main
 
 GOOD_LINE = json.dumps({"query": "1+1", "response": "2"}) + "\n"
@@ -264,6 +265,66 @@ def test_resume_of_what_is_no_run(finished, capsys, snapshot, tmp_path):
     assert "unknown field speed" in resume(folder, capsys, snapshot)
 
 
+def edit_json(path, edit):
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+WRONG_FIELDS = {
+    "steps": ("4", "steps must be a whole number, not '4'"),
+    "grad_checkpointing": (1, "grad_checkpointing must be true or false, not 1"),
+    "seed": (None, "seed must be a whole number, not null"),
+    "optim": ([], "optim must be an object"),
+    "lora": ({"rank": True}, "lora.rank must be a whole number, not true"),
+    "dataset": ({"canvas": "round"}, "dataset.canvas must be 'fixed' or 'response' or 'padded'"),
+    "data": ("a\0b", "data must be text or null"),
+    "save_every": (10**30, "save_every must be a whole number, not a number too large"),
+}
+
+
+def test_resume_with_wrong_types(finished, capsys, snapshot):
+    """In the run's config, and in that of a checkpoint whose manifest agrees with it."""
+    folder = finished()
+    config, checkpoint = folder / "config.json", folder / "checkpoints" / "step-4"
+    good = config.read_text(), (checkpoint / "state.json").read_text()
+    for field, (value, word) in WRONG_FIELDS.items():
+        edit_json(config, lambda content, f=field, v=value: content.update({f: v}))
+        assert f"config.json: {word}" in resume(folder, capsys, snapshot)
+        config.write_text(good[0])
+
+        edit_json(
+            checkpoint / "state.json", lambda s, f=field, v=value: s["config"].update({f: v})
+        )
+        (checkpoint / "manifest.json").unlink()
+        _write_manifest(checkpoint)
+        message = resume(folder, capsys, snapshot)
+        assert f"{checkpoint / 'state.json'} is not a bwsft checkpoint state" in message
+        assert f"config.{word}" in message
+        (checkpoint / "state.json").write_text(good[1])
+    config.write_text(good[0].replace('"steps": 4', '"steps": 4, "steps": 4'))
+    assert "config.json is not valid JSON (key 'steps' stands twice" in resume(
+        folder, capsys, snapshot
+    )
+
+
+def test_any_name_will_do_for_a_folder(tiny, flags, tmp_path, data_file):
+    """Blanks, quotes, other scripts: nothing goes through a shell or an ASCII table."""
+    folder = tmp_path / "données d'Émile; $(rm -rf) 実験 \U0001f980"
+    folder.mkdir()
+    shutil.copy(data_file, folder / "süm 1.jsonl")
+    config = tiny(
+        steps=2, lora=c.LoraConfig(rank=2),
+        data=str(folder / "süm 1.jsonl"), out=str(folder / "run ü"),
+        dataset=c.DataConfig(template="chat", holdout=6, cache_dir=str(folder / "cache é")),
+    )  # fmt: skip
+    assert main(flags(config)) == 0
+    assert main(["train", "debug", "--resume", str(folder / "run ü")]) == 0
+    out = folder / "exported ü"
+    assert main(["export", "--model", str(folder / "run ü"), "--out", str(out)]) == 0
+    assert (out / "model.safetensors").stat().st_size > 10_000
+
+
 def test_resume_with_a_damaged_log(finished, capsys, snapshot):
     folder = finished()
     log = folder / "metrics.jsonl"
@@ -292,11 +353,3 @@ def test_the_status_reaches_the_shell():
         [sys.executable, "-m", "bwsft", "retrain"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "unknown command 'retrain'" in done.stderr
-
-
-def test_several_processes_would_share_one_run_folder(tiny, flags, monkeypatch, capsys):
-    config = tiny()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(flags(config)) == 2
-    assert "start a single process" in capsys.readouterr().err
-    assert not c.run_folder(config).exists()

@@ -57,9 +57,8 @@ def cached_tokens(path):
     return path.read_bytes()
 
 
-def read_log_and_plot(path):
+def open_log(path):
     JsonLog(path, 9).close()
-    plot_run(path.parent)
 
 
 def read_cache(path):
@@ -86,7 +85,7 @@ READERS = {
     "references.json": (json.dumps([ANSWER]).encode(), lambda p: read_references(p, "gsm8k")),
     "results.jsonl": (lines({"run": "0" * 12, "question": "a", "output": "b"}),
                       lambda p: ResultFile(p, "0" * 12, ["a", "c"])),
-    "metrics.jsonl": (lines(*METRICS), read_log_and_plot),
+    "metrics.jsonl": (lines(*METRICS), open_log),
     "config.json": (json.dumps(CONFIG).encode(), lambda p: c.from_json(read_text(p))),
     "state.json": (json.dumps(STATE).encode(), lambda p: k.read_state(p.parent)),
     "manifest.json": (b'{"state.json": {"bytes": 0, "sha256": "0"}}', read_manifest),
@@ -257,7 +256,7 @@ def test_wrong_values_everywhere(reader, name):
     """Every value of a good document replaced by every odd one; by a third where that is slow."""
     _, read = reader(name)
     places = list(paths_of(TREES[name]))
-    step = 3 if name in ("metrics.jsonl", "state.json", "config.json") else 1
+    step = 3 if name in ("state.json", "config.json") else 1
     for number, place in enumerate(places):
         for value in WEIRD[number % step :: step]:
             read(json.dumps(replaced(TREES[name], place, value)).encode() + b"\n")
@@ -278,6 +277,14 @@ def test_any_json(tmp_path_factory, tokenizer_folder, document):
         path = folder / name
         path.write_text(json.dumps(document))
         refusal(READERS[name][1], path)
+
+
+@pytest.mark.parametrize("value", ["1", None, True, float("nan"), float("inf"), 10**400, [1]])
+def test_a_log_that_cannot_be_drawn(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines(METRICS[0], METRICS[1] | {"loss": value}))
+    with pytest.raises(ValueError, match="metrics.jsonl, step 2 has no number 'loss'"):
+        plot_run(tmp_path)
 
 
 # --- what is no file, or no longer one ---

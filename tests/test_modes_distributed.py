@@ -1,6 +1,9 @@
-"""Two gloo ranks, DDP and FSDP2, give the gradients of one process (cached mode, k = 2)."""
+"""Torch's own DDP and FSDP2 around a backbone: two gloo ranks give the gradients of one process in
+every context mode, since head, loss, context pass and draws all go through Backbone.forward."""
 
+import dataclasses
 import importlib.util
+import itertools
 import os
 import socket
 import subprocess
@@ -11,7 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# Before the process group exists, which would else outlive its end (bwsft/distributed.py).
+import torch.distributed.nn  # noqa: F401
+
 WORLD = 2
+KINDS, MODES = ("ddp", "fsdp2"), ("exact", "cached", "block_causal")
 
 
 def helpers():
@@ -21,25 +28,29 @@ def helpers():
     return module
 
 
-def rank_main(rank, port, kind, mode_name, out):
+def mode_of(name):
+    from bwsft.modes import Mode
+
+    return Mode(name, draws=2 if name == "cached" else 1)
+
+
+def rank_main(rank, port, folder):
+    """One rank: the gradients of all kinds and modes; rank 0 writes them."""
+    from safetensors.torch import save_file
+
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        grads = step(rank, kind, mode_name)
+    for kind, mode in itertools.product(KINDS, MODES):
+        grads = step(rank, kind, mode)
         if rank == 0:
-            from safetensors.torch import save_file
-
-            save_file(grads, out)
-    finally:
-        dist.destroy_process_group()
+            save_file(grads, Path(folder) / f"{kind}-{mode}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def step(rank, kind, mode_name):
     t = helpers()
-    from bwsft.modes import Mode
-
-    mode = Mode(mode_name, draws=2 if mode_name == "cached" else 1)
     net = t.model()
     names = [n for n, _ in net.named_parameters()]
     if kind == "ddp":
@@ -50,9 +61,9 @@ def step(rank, kind, mode_name):
         for block in net.base_model.model.transformer["blocks"]:
             fully_shard(block)
         wrapped = fully_shard(net)
-    run = t.run_of(mode, wrapped)
+    run = t.run_of(mode_of(mode_name), wrapped)
     part = t.batch(((5, 9), (3, 12))) if rank == 0 else one_more(t)
-    for total, *_ in mode.losses(run, part):
+    for total, *_ in run.mode.losses(run, part):
         (total * WORLD).backward()  # both average gradients over the ranks
     grads = {}
     for name, p in zip(names, net.parameters(), strict=True):
@@ -63,8 +74,6 @@ def step(rank, kind, mode_name):
 
 def one_more(t):
     """The third sequence of the joint batch, on the other rank."""
-    import dataclasses
-
     b = t.batch(((5, 9), (3, 12), (4, 6)))
     a = int(b.cu_seqlens[2])
     n = len(b.ids) - a
@@ -81,28 +90,29 @@ def one_more(t):
     )
 
 
-@pytest.mark.parametrize("mode_name", ["cached", "block_causal"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_give_the_gradients_of_one_process(kind, mode_name, tmp_path):
-    from safetensors.torch import load_file
-
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    """Folder of the two ranks' gradients."""
+    folder = tmp_path_factory.mktemp("gradients")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    out = tmp_path / "grads.safetensors"
     command = [sys.executable, __file__]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port), kind, mode_name, str(out)])
-        for rank in range(WORLD)
+        subprocess.Popen([*command, str(rank), str(port), str(folder)]) for rank in range(WORLD)
     ]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0] * WORLD
-    found = load_file(out)
+    assert [rank.wait(timeout=280) for rank in ranks] == [0] * WORLD
+    return folder
 
+
+@pytest.mark.parametrize("mode_name", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_give_the_gradients_of_one_process(gradients, kind, mode_name):
+    from safetensors.torch import load_file
+
+    found = load_file(gradients / f"{kind}-{mode_name}.safetensors")
     t = helpers()
-    from bwsft.modes import Mode
-
-    mode = Mode(mode_name, draws=2 if mode_name == "cached" else 1)
-    run = t.run_of(mode)
+    run = t.run_of(mode_of(mode_name))
     _, expected = t.gradients(run, t.batch(((5, 9), (3, 12), (4, 6))))
     for (name, _), grad in zip(run.backbone.named_parameters(), expected, strict=True):
         torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-9, msg=name)

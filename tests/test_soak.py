@@ -18,7 +18,7 @@ spec.loader.exec_module(soak)
 @pytest.fixture(scope="module")
 def soaked(tmp_path_factory):
     """A run killed once at every kind of moment, and its reference."""
-    work = soak.Soak(tmp_path_factory.mktemp("soak"), kills=3, steps=18)
+    work = soak.Soak(tmp_path_factory.mktemp("soak"), kills=3, steps=12)
     assert "3 kills" in soak.soak(work)
     return work
 
@@ -27,7 +27,7 @@ def soaked(tmp_path_factory):
 def copy(soaked, tmp_path):
     """The soaked run again, to be damaged."""
     shutil.copytree(soaked.folder, tmp_path / "copy")
-    work = soak.Soak(tmp_path / "copy", kills=3, steps=18)
+    work = soak.Soak(tmp_path / "copy", kills=3, steps=12)
     work.check_at_the_end()
     return work
 

@@ -57,12 +57,12 @@ MODES = {
     "block_causal": {"context": "block_causal"},
 }
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
-PILOT_RATES = (3e-4, 1e-3, 3e-3)
+PILOT_RATES = (1e-3, 3e-3, 1e-2)
 PILOT_SEED = 1000
 
 
 def with_objective(scale: Scale, name: str, **changes) -> c.Config:
-    """The scale's config with an objective and the learning rate that belongs to it."""
+    """The scale's config with an objective and without the options of others."""
     config = dataclasses.replace(scale.base, **changes)
     objective = dataclasses.replace(config.objective, name=name)
     if name != "blockwise":  # what belongs to blocks, as the `released` preset sets it
@@ -71,16 +71,7 @@ def with_objective(scale: Scale, name: str, **changes) -> c.Config:
         objective = dataclasses.replace(plain, empty=empty)
     elif config.context == "block_causal":  # every block of a visit is trained
         objective = dataclasses.replace(objective, blocks="uniform")
-    lr = scale.rates.get(rate_key(name, config), config.optim.lr)
-    optim = dataclasses.replace(config.optim, lr=lr)
-    return dataclasses.replace(config, objective=objective, optim=optim)
-
-
-def rate_key(name: str, config: c.Config) -> str:
-    """What a learning rate belongs to: an objective, or a context mode with its draws."""
-    if config.context == "exact":
-        return name
-    return f"{config.context}, k {config.draws_per_context}"
+    return dataclasses.replace(config, objective=objective)
 
 
 def matches(scale: Scale, blocks: tuple[int, ...]) -> tuple[str, ...]:

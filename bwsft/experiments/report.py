@@ -68,12 +68,11 @@ def settings(finished: Finished) -> str:
     data = base.data or "generated word problems"
     found = versions()
     made = " ".join(f"{k} {found[k]}" for k in ("bwsft", "torch", "transformers") if k in found)
-    rates = ", ".join(f"{k} {v:g}" for k, v in finished.scale.rates.items())
     return (
         f"`bwsft experiment {finished.plan.name} --scale {finished.scale.name}`, "
         f"{time.strftime('%Y-%m-%d')}, {made}, {platform.machine()}. {model} on {data}, "
         f"{len(finished.seeds)} seeds, {base.batch_size} sequences an update, peak learning rate "
-        f"{base.optim.lr:g}{f' (but {rates})' if rates else ''}, canvas {base.gen_length}. "
+        f"{base.optim.lr:g}, canvas {base.gen_length}. "
         f"Examined on {exam.problems} problems with {exam.draws} masked states each; decoding is "
         "greedy, one token a step. Mean ± standard error over seeds; the seeds share the starting "
         "model and the exam, so the intervals say nothing about other problems. FLOPs are counted."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -31,7 +33,7 @@ def run_plan(plan: Plan, seeds: list[int], folder: Path, exam: Exam, jobs: int) 
     meters = Meters(folder / "meters.json")
     # Spawned: torch's threads don't survive a fork.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context) as pool:
+    with ProcessPoolExecutor(jobs, context, leave_with_parent) as pool:
         metered = {
             meters.key(arm.config): pool.submit(cells.meter, arm.config)
             for arm in arms
@@ -48,6 +50,16 @@ def run_plan(plan: Plan, seeds: list[int], folder: Path, exam: Exam, jobs: int) 
                     work[cell.key] = (cell, tuple(sorted(wanted)))
         gather([pool.submit(cells.run, folder, *todo, exam) for todo in work.values()], plan.name)
     return [row(arm, config, seeds, folder, meters) for arm, config in planned]
+
+
+def leave_with_parent() -> None:
+    """A worker whose experiment was killed would go on with the next cell."""
+
+    def watch():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def gather(futures: list, what: str) -> None:
