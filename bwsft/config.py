@@ -92,7 +92,9 @@ class WatchConfig:
     """The spike guard. A loss or gradient that is not finite always stops the run."""
 
     spike_factor: float = 10.0
-    """A loss or gradient norm this many times its running median is a spike; 0 turns it off."""
+    """A loss this many times its running median is a spike; 0 looks at no loss."""
+    spike_norm_factor: float = 50.0
+    """The same for the gradient norm, whose tail is heavier (and which is clipped anyway)."""
     spike_action: Literal["warn", "skip", "stop"] = "warn"
     """Report a spike and go on; leave its update out; or end the run before it."""
     spike_window: int = 64
@@ -253,8 +255,9 @@ def tracker_names(config: Config) -> list[str]:
 def _validate_groups(config: Config) -> None:
     optim, lora = config.optim, config.lora
     tracker_names(config)
-    if config.watch.spike_factor and config.watch.spike_factor <= 1:
-        raise ValueError("--watch.spike-factor must be above 1, or 0 to turn the guard off")
+    for name in ("spike_factor", "spike_norm_factor"):
+        if not (0 == getattr(config.watch, name) or getattr(config.watch, name) > 1):
+            raise ValueError(f"--watch.{name.replace('_', '-')} must be above 1, or 0 for none")
     validate_objective(config.objective)
     if not (0 < optim.lr and 0 <= optim.warmup <= 1 and 0 <= optim.floor <= 1):
         raise ValueError("--optim needs lr > 0, and warmup and floor in [0, 1]")

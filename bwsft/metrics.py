@@ -61,7 +61,7 @@ def read_log(path: Path) -> list[dict]:
     return records
 
 
-def _column(path: Path, records: list[dict], name: str) -> list[float]:
+def column(path: Path, records: list[dict], name: str) -> list[float]:
     """One number of every record of the log `path`."""
     for record in records:
         value = record.get(name)
@@ -81,21 +81,21 @@ def plot_run(folder: Path) -> Path:
     folder = Path(folder)
     log, eval_log = folder / "metrics.jsonl", folder / "eval.jsonl"
     metrics, evals = read_log(log), read_log(eval_log)
-    steps, losses = [r["step"] for r in metrics], _column(log, metrics, "loss")
+    steps, losses = [r["step"] for r in metrics], column(log, metrics, "loss")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     left.plot(steps, losses, color="0.8", lw=1, label="loss of the step")
     # A step's loss depends on the mask rates it drew: the mean over 5 % of the run is readable.
     left.plot(steps, running_mean(losses, max(len(losses) // 20, 5)), lw=2, label="running mean")
     if evals:
-        nelbo = _column(eval_log, evals, "nelbo")
+        nelbo = column(eval_log, evals, "nelbo")
         left.plot([r["step"] for r in evals], nelbo, "o-", label="held-out NELBO")
     left.set(xlabel="step", ylabel="nats per token", ylim=(0, None), title=folder.name)
     left.legend()
-    right.plot(steps, _column(log, metrics, "lr"), color="tab:green")
+    right.plot(steps, column(log, metrics, "lr"), color="tab:green")
     right.set(xlabel="step", ylim=(0, None))
     right.set_ylabel("learning rate", color="tab:green")
     twin = right.twinx()
-    norms = _column(log, metrics, "grad_norm")
+    norms = column(log, metrics, "grad_norm")
     twin.plot(steps, norms, color="tab:red", lw=0.8, alpha=0.6)
     twin.set_ylabel("gradient norm", color="tab:red")
     drawn = io.BytesIO()

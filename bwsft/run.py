@@ -55,6 +55,7 @@ FREE_ON_RESUME = {
     "profile",
     "trackers",
     "watch.spike_factor",
+    "watch.spike_norm_factor",
     "watch.spike_action",
     "watch.spike_window",
     "eval.every",

@@ -69,10 +69,11 @@ def start(run) -> list[Any]:
     if not names:
         return []
     from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
 
     accelerator = Accelerator(
         log_with=names,
-        project_dir=str(run.folder),
+        project_config=ProjectConfiguration(logging_dir=str(run.folder / "tensorboard")),
         cpu=run.device.type == "cpu",
         mixed_precision="no",
     )

@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from bwsft import config as c
-from bwsft import train as t
 from bwsft import trackers
+from bwsft import train as t
 from bwsft.cli import main
 from bwsft.metrics import read_log
 
@@ -91,7 +91,7 @@ def test_tensorboard(tiny):
     assert t.train(config) == 0
     folder = c.run_folder(config)
     found = {}
-    for path in (folder / "bwsft").rglob("events.*"):
+    for path in (folder / "tensorboard").rglob("events.*"):
         found |= events(path)
     for line in read_log(folder / "metrics.jsonl"):
         for name in ("loss", "lr", "grad_norm", "data_seconds"):

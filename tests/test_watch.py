@@ -17,11 +17,11 @@ from bwsft.metrics import read_log
 from bwsft.optim import trainable
 
 LORA = c.LoraConfig(rank=3, alpha=6.0, dropout=0.3)
-SKIP = c.WatchConfig(spike_factor=4.0, spike_action="skip", spike_window=8)
+SKIP = c.WatchConfig(4.0, 4.0, spike_action="skip", spike_window=8)
 
 
 def guard(values, window=8, factor=4.0, **more):
-    found = w.SpikeGuard(c.WatchConfig(factor, spike_window=window), [])
+    found = w.SpikeGuard(c.WatchConfig(factor, factor, spike_window=window), [])
     return [found.judge(loss=value, **more) for value in values]
 
 
