@@ -14,6 +14,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from bwsft.decoder import Decoder, DecoderOptions
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
@@ -67,6 +69,8 @@ class BwsftLM(TemplateLM):
             raise ValueError("batch_size auto is not supported: give a number of prompts")
         options["batch_size"] = int(options.get("batch_size", BATCH))
         options.setdefault("template", "none")
+        if str(options.get("device")).startswith("cuda") and not torch.cuda.is_available():
+            options["device"] = "cpu"  # the harness' command line says cuda:0 unless told otherwise
         _known(options, OPTIONS, "model_args")
         self.decoder = Decoder.load(pretrained, DecoderOptions(**options))
         self.tokenizer = self.decoder.trained.tokenizer
@@ -145,8 +149,8 @@ class BwsftLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Windows that do not overlap, each behind the token before it (the first behind the end
-        token): their sum. Between two windows nothing is seen."""
+        """The sum over windows that do not overlap, each behind the token before it, the first
+        behind the end token, a short last one behind as many tokens as fit."""
         windows, owner = [], []
         most = self.family.max_positions - self._behind() - 1
         for number, request in enumerate(requests):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from bwsft import config as c
 from bwsft.checkpoint import newest_complete, save_model
-from bwsft.distributed import World, shares
+from bwsft.distributed import PeerFailed, World, shares
 from bwsft.files import folder_atomic, write_atomic
 
 REPRO, FACTS, BATCH = "repro", "repro.json", "batch.safetensors"
@@ -79,11 +79,14 @@ def check_finite(run, step: int, slots: list, parts: list[tuple[int, float]], lo
     raise stopped(run, step, slots, part, f"loss {loss}")
 
 
-def stopped(run, step: int, slots: list, part: range, what: str) -> TrainingStopped:
+def stopped(run, step: int, slots: list, part: range, what: str) -> Exception:
     """The exception that ends a run at update `step`, the sequences `part` of its slots being
-    suspect. They are kept in the run folder. Every rank must call it."""
+    suspect: TrainingStopped on rank 0, which keeps them in the run folder. Every rank must call
+    it."""
     kept = run.world.on_main(keep, run, step, slots, part, what, run.weights())
-    newest, _ = newest_complete(run.folder) if run.world.main else (None, None)
+    if not run.world.main:
+        return PeerFailed()
+    newest, _ = newest_complete(run.folder)
     back = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
     ids = ", ".join(map(str, run.data.sample_ids([slots[i] for i in part])))
     return TrainingStopped(

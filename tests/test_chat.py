@@ -72,7 +72,7 @@ def test_a_template_without_turns_says_so(folder, monkeypatch, capsys):
 
 def test_the_conversation_goes_on_and_reset_ends_it(conversation, ids, monkeypatch, capsys):
     lines_in(monkeypatch, "a", "b", "/reset", "b")
-    now = conversation()
+    now = conversation(temperature=1.0)  # the noise of each answer is its own
     assert talk(now, chat.Plain()) == 0
     answers = capsys.readouterr().out.split("\n")
     first = expected(now, ids("a="))
@@ -143,6 +143,15 @@ def test_bad_commands_change_nothing(conversation, line, message):
     with pytest.raises(ValueError, match=message):
         now.command(line)
     assert now.decoder.config == before
+
+
+def test_a_context_that_the_model_cannot_have_is_refused(conversation):
+    now = conversation()
+    backbone = now.decoder.trained.backbone
+    backbone.family = dataclasses.replace(backbone.family, logit_shift=1)
+    with pytest.raises(ValueError, match="predicts each token at its place"):
+        now.command("/context block_causal")
+    assert now.decoder.config.context == "exact"
 
 
 def test_a_context_that_is_not_the_trained_one_is_named(conversation):

@@ -21,8 +21,7 @@ from bwsft.metrics import read_log
 
 # Flags of a run beside those of `arguments`. Two processes share its 8 sequences as 2 x 2 x 2.
 RUNS = {
-    "ddp": [],
-    "ddp-lora": ["--lora.rank", "3", "--lora.alpha", "6"],
+    "ddp": ["--lora.rank", "3", "--lora.alpha", "6"],
     # Shares of 2 and 1, with as many losses as their responses have blocks.
     "ddp-uneven": ["--objective.blocks", "all", "--batch-size", "3", "--micro-batch-size", "3"],
     # One example to train on, and nothing to do for the second process.
@@ -32,12 +31,14 @@ RUNS = {
     "fsdp-uneven": ["--parallel", "fsdp", "--lora.rank", "3", "--lora.alpha", "6", "--context",
                     "cached", "--draws-per-context", "2", "--objective.blocks", "all",
                     "--batch-size", "3", "--micro-batch-size", "1"],
+}  # fmt: skip
+MORE = {
     "fsdp-idle": ["--parallel", "fsdp", "--context", "block_causal", "--batch-size", "1",
                   "--micro-batch-size", "1"],
-    "fsdp-predict": ["--parallel", "fsdp", "--objective.name", "two_step", "--batch-size", "3",
+    "fsdp-predict": ["--parallel", "fsdp", "--objective.name", "two_step", "--batch-size", "4",
                      "--micro-batch-size", "1"],
-}
-RESUMED = ("ddp-lora", "fsdp")
+}  # fmt: skip
+RESUMED = ("ddp", "fsdp")
 
 
 def arguments(folder, tokenizer, data, flags, resume=False):
@@ -64,14 +65,15 @@ def leave(source, target):
 
 
 def rank_main(rank, size, port, file):
-    """One process: the commands of a JSON file, each with a process group of its own."""
+    """One process: the commands of a JSON file, each with a process group of its own. A command
+    `stopped` is a training that must end itself."""
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1")
     for number, (command, *words) in enumerate(json.loads(Path(file).read_text())):
         os.environ["MASTER_PORT"] = str(int(port) + number)
         if command == "leave":
             leave(*words)
-        elif status := main([command, *words]):
-            return status
+        elif main(["train", *words]) != (command == "stopped"):
+            return 3
     return 0
 
 
@@ -142,11 +144,12 @@ def pair(tmp_path_factory, tokenizer_folder, data_file, single):
         return arguments(folder / name, tokenizer_folder, data_file, flags, resume)
 
     commands = [command(name, flags) for name, flags in RUNS.items()]
-    for name in RESUMED:
-        for kind, source in (("again", folder), ("one", single)):
-            target = f"{name}-{kind}"
-            commands.append(["leave", str(source / name), str(folder / target)])
-            commands.append(command(target, RUNS[name], resume=True))
+    for target, source in (("ddp-again", folder), ("fsdp-again", folder), ("fsdp-one", single)):
+        name = target.partition("-")[0]
+        commands.append(["leave", str(source / name), str(folder / target)])
+        commands.append(command(target, RUNS[name], resume=True))
+    bad = command("bad", ["--parallel", "fsdp", "--optim.lr", "1e30", "--eval.every", "0"])
+    commands.append(["stopped", *bad[1:]])
     return folder, launch(commands, folder, 2)
 
 
@@ -164,7 +167,7 @@ def test_two_processes_are_one(single, pair, name):
 
 def test_rank_0_alone_speaks(pair):
     _, (first, second) = pair
-    assert first.count("loss curve:") == len(RUNS) + 2 * len(RESUMED)
+    assert first.count("loss curve:") == len(RUNS) + 3
     assert "batch 8 shared by 2 processes (fsdp), 2 at a time" in first
     assert "batch 1 shared by 2 processes (ddp, 1 of them idle: raise --batch-size)" in first
     for text in ("loss curve", "kept ", "step/s", "NELBO"):
@@ -185,33 +188,47 @@ def test_resume_on_the_same_processes_is_bit_for_bit(pair, name):
         assert ours[file] == whole[file]
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_resume_on_another_number_of_processes(pair, single, tokenizer_folder, data_file, name):
+def test_resume_on_another_number_of_processes(pair, single, tokenizer_folder, data_file):
+    """Two go on from one, and one goes on from two, which sharded the model."""
     folder, _ = pair
-    assert_equal(curves(folder / f"{name}-one"), curves(single / name))
-    alone = folder / f"{name}-alone"
-    shutil.copytree(folder / name, alone)
+    assert_equal(curves(folder / "fsdp-one"), curves(single / "fsdp"))
+    alone = folder / "alone"
+    shutil.copytree(folder / "fsdp", alone)
     shutil.rmtree(alone / "checkpoints" / "step-4")
-    assert main(arguments(alone, tokenizer_folder, data_file, RUNS[name], resume=True)) == 0
-    assert_equal(curves(alone), curves(single / name))
+    assert main(arguments(alone, tokenizer_folder, data_file, RUNS["fsdp"], resume=True)) == 0
+    assert_equal(curves(alone), curves(single / "fsdp"))
+
+
+def test_a_loss_that_is_no_number_stops_both(pair):
+    """Rank 0 says so and keeps the batch, with the weights gathered from the shards."""
+    folder, (first, second) = pair
+    stop = [line for line in (first + second).splitlines() if "bwsft train: stopped: " in line]
+    assert len(stop) == 1 and "loss nan at step 2; sample ids" in stop[0] and stop[0] in first
+    repro = folder / "bad" / "repro" / "step-2"
+    assert f"bwsft replay {repro}" in stop[0]
+    names = {"batch.safetensors", "repro.json", "model.safetensors", "config.json"}
+    assert names <= {p.name for p in repro.iterdir()}
+    assert len(read_log(folder / "bad" / "metrics.jsonl")) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 4])
-def test_more_processes_are_one_too(
-    single, pair, tmp_path, tokenizer_folder, data_file, size
-):
-    """4 x 1 of the layouts 1 x 4, 2 x 2, 4 x 1; three processes, that share 8 as 3, 3, 2; and both
-    go on from what two have begun."""
-    names = [n for n in RUNS if n != "ddp-uneven"] if size == 3 else ["ddp", "ddp-lora", "fsdp"]
-    commands = [arguments(tmp_path / n, tokenizer_folder, data_file, RUNS[n]) for n in names]
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_more_layouts_are_one_too(single, pair, tmp_path, tokenizer_folder, data_file, size):
+    """4 x 1 of the layouts 1 x 4, 2 x 2, 4 x 1; three processes share 8 as 3, 3, 2; and both go on
+    from what two have begun."""
+    runs = {2: MORE, 3: RUNS | MORE, 4: RUNS}[size]
+    for name in runs.keys() - RUNS.keys():
+        one = arguments(tmp_path / f"{name}-one", tokenizer_folder, data_file, runs[name])
+        assert main(one) == 0
+    commands = [arguments(tmp_path / n, tokenizer_folder, data_file, runs[n]) for n in runs]
     for name in RESUMED:
         target = tmp_path / f"{name}-two"
         commands.append(["leave", str(pair[0] / name), str(target)])
         commands.append(arguments(target, tokenizer_folder, data_file, RUNS[name], True))
     launch(commands, tmp_path, size)
-    for name in names:
-        assert_equal(curves(tmp_path / name), curves(single / name))
+    for name in runs:
+        truth = single / name if name in RUNS else tmp_path / f"{name}-one"
+        assert_equal(curves(tmp_path / name), curves(truth))
     for name in RESUMED:
         assert_equal(curves(tmp_path / f"{name}-two"), curves(single / name))
 

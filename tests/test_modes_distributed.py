@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 
 WORLD = 2
-KINDS, MODES = ("ddp", "fsdp2"), ("exact", "cached", "block_causal")
+KINDS, MODES = ("ddp", "fsdp2"), ("cached", "block_causal")
 
 
 def helpers():

@@ -88,7 +88,7 @@ def better(scale: Scale, name: str, other: str) -> list[Claim]:
     nelbo = f"nelbo@{scale.block_size}"
     out = [Claim(f"{name} has a lower NELBO than {other}", ((name, nelbo),), ((other, nelbo),))]
     for match in matches(scale, (scale.block_size,)):
-        text = f"{name} solves more of {match.split('@')[0]} than {other}"
+        text = f"{name} has more exact matches ({match.split('@')[0]}) than {other}"
         out.append(Claim(text, ((other, match),), ((name, match),)))
     return out
 
