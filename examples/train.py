@@ -1,6 +1,6 @@
 """Training through bwsft in Python, and an answer of the trained model.
 
-`python examples/train.py`: 20 updates of the LLaDA that ships with bwsft, seconds on a CPU.
+`python examples/train.py`: 30 updates of the LLaDA that ships with bwsft, seconds on a CPU.
 `bwsft train debug --data FILE` does the same; presets.llada_8b_lora() is the 8B model's.
 """
 
@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as folder:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     config = dataclasses.replace(
-        presets.debug(), data=str(data), out=str(run), steps=20, eval=EvalConfig(every=10)
+        presets.debug(), data=str(data), out=str(run), steps=30, eval=EvalConfig(every=15)
     )
     train(config)  # metrics, checkpoints and a plot of the loss are in `run` now
 

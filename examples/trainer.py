@@ -1,11 +1,13 @@
 """Blockwise SFT under the Hugging Face Trainer, with a LoRA adapter of peft.
 
-`python examples/trainer.py`: the LLaDA that ships with bwsft on generated word problems, seconds on
-a CPU. For the 8B model put its name for TINY and presets.llada_8b_lora() for presets.debug().
+`python examples/trainer.py`: the LLaDA that ships with bwsft, seconds on a CPU. For the 8B model
+put its name for TINY and presets.llada_8b_lora() for presets.debug().
 """
 
 import dataclasses
+import json
 import tempfile
+from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -18,13 +20,19 @@ from bwsft.models import TINY
 model = AutoModelForCausalLM.from_pretrained(TINY, dtype="float32")
 model = get_peft_model(model, LoraConfig(r=8, target_modules=LLADA_TARGETS["all"]))
 tokenizer = AutoTokenizer.from_pretrained(TINY)
-config = dataclasses.replace(presets.debug(), context="cached", draws_per_context=2)
-train, held_out = load_examples(config, tokenizer, model)
 
 with tempfile.TemporaryDirectory() as folder:
+    data = Path(folder) / "data.jsonl"
+    rows = [{"query": f"{a} + {b}", "response": f"The answer is: {a + b}"}
+            for a in range(2, 18) for b in range(2, 12)]  # fmt: skip
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = dataclasses.replace(
+        presets.debug(), data=str(data), context="cached", draws_per_context=2
+    )
+    train, held_out = load_examples(config, tokenizer, model)
     arguments = TrainingArguments(
         folder, max_steps=20, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        learning_rate=3e-3, logging_steps=5, report_to=[], save_strategy="no",
+        learning_rate=1e-2, logging_steps=5, save_strategy="no", report_to=[],
     )  # fmt: skip
     trainer = BlockwiseTrainer(
         model, arguments, config=config, train_dataset=train, eval_dataset=held_out,
@@ -33,5 +41,5 @@ with tempfile.TemporaryDirectory() as folder:
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
-    trainer.save_model(folder + "/adapter")  # PeftModel.from_pretrained, bwsft generate --model
+    trainer.save_model(f"{folder}/adapter")  # for PeftModel.from_pretrained or bwsft generate
 print(f"held-out blockwise NELBO: {before:.4f} before, {after:.4f} after, nats per token")

@@ -120,9 +120,6 @@ def test_no_pickle(path):
     assert "trust_remote_code=True" not in text
 
 
-def test_files_named_in_the_readme_exist():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = re.findall(r"`((?:bwsft|kernels|benchmarks|tests|examples|docs)/[\w./-]*)`", text)
-    missing = [n for n in named if not (ROOT / n).exists()]
-    assert named and not missing
-    assert text.count("\n") < 200
+def test_the_readme_stays_short():
+    """What it names is checked in test_docs.py."""
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") < 200
