@@ -117,6 +117,11 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """What a checkpoint remembers: "cpu", or the card's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 @dataclass(frozen=True)
 class Trained:
     """A model ready to decode, and what its checkpoint remembers of its training."""

@@ -173,10 +173,11 @@ def provenance(config: c.Config, checkpoint: Path | None) -> list[list[str]]:
     """Where the figures come from. Versions are those that wrote the checkpoint."""
     now, then = versions(), {}
     found = [["model", config.model or ("random" if config.tokenizer else "the embedded base")]]
-    found += [["data", config.data or "generated word problems"], ["device", config.device]]
+    found += [["data", config.data or "generated word problems"]]
     if checkpoint is not None:
         state = read_state(checkpoint)
         found += [["checkpoint", checkpoint.name], ["data fingerprint", state["data"]]]
+        found += [["trained on", state.get("device", "unknown")]]
         then = state["versions"]
     for name in {**then, **now}:
         texts = [then.get(name, now.get(name)), now.get(name, "absent")]

@@ -24,6 +24,7 @@ from bwsft.checkpoint import prune, save_checkpoint
 from bwsft.distributed import PeerFailed, World, join, lost, parts
 from bwsft.files import lock_folder
 from bwsft.metrics import plot_run
+from bwsft.models import device_name
 from bwsft.objectives import nelbo
 from bwsft.optim import clip, lr_at, moments
 from bwsft.run import Run, open_run, open_shared, setup
@@ -264,6 +265,7 @@ def write(run: Run, done: int, logs: Logs, whole: tuple[dict, dict] | None) -> N
         "config": json.loads(c.to_json(run.config)),
         "data": run.data.fingerprint,
         "base": run.base,
+        "device": device_name(run.device),
     }
     path = save_checkpoint(
         run.folder, done, run.backbone, run.tokenizer, run.optimizer, state, whole

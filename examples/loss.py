@@ -17,7 +17,7 @@ prompt, response = torch.full((32,), 4), torch.full((32,), 20)  # lengths [S]
 embed, place, head = nn.Embedding(VOCAB, D), nn.Embedding(24, D), nn.Linear(D, VOCAB, bias=False)
 body = nn.TransformerEncoderLayer(D, 4, 128, dropout=0.0, batch_first=True)
 parameters = [p for m in (embed, place, head, body) for p in m.parameters()]
-optimizer = torch.optim.AdamW(parameters, lr=5e-3)
+optimizer = torch.optim.AdamW(parameters, lr=1e-2)
 
 for step in range(201):
     masked = block_mask(ids, prompt, response, spec, draw=torch.full((32,), step))

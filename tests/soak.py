@@ -2,7 +2,7 @@
 
     python tests/soak.py --kills 50 [--seed 0] [--context exact|cached|block_causal] [--processes 1]
 
-Every life of the run is a process of its own (a torchrun group with --processes) that SIGKILL ends:
+Every life of the run is a process of its own (torchrun's with --processes) that SIGKILL ends:
 at a random step, in the middle of writing a checkpoint, or before the first step. Exit status 1
 unless the curves equal those of the uninterrupted run bit for bit and nothing is torn or left over.
 """
@@ -10,6 +10,7 @@ unless the curves equal those of the uninterrupted run bit for bit and nothing i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -86,7 +87,6 @@ class Soak:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-                start_new_session=True,  # so that the whole group can be killed
             )
 
     def finish(self, run: Path) -> None:
@@ -184,9 +184,21 @@ class Soak:
 
 
 def kill(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """SIGKILL for a life and its children: torchrun's would go on without it."""
+    for pid in family(process.pid) if process.poll() is None else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started, from /proc where there is one."""
+    found = [pid]
+    for parent in found:
+        for listed in Path("/proc").glob(f"{parent}/task/*/children"):
+            with contextlib.suppress(OSError):  # it has just ended
+                found += map(int, listed.read_text().split())
+    return found
 
 
 def newest(run: Path) -> int:

@@ -111,15 +111,15 @@ def test_same_losses_and_weights_as_our_loop(flat, make_run, tmp_path, case):
     assert moved and len(set(ours)) == 10
 
 
-@pytest.mark.parametrize("context", ["exact", "cached"])
-def test_accumulation_changes_nothing(flat, make_run, tmp_path, context):
-    """1 x 4, 2 x 2 and 4 x 1, also where the epoch's last update has two sequences of 30."""
+def test_accumulation_changes_nothing(flat, make_run, tmp_path):
+    """1 x 4, 2 x 2 and 4 x 1, also where the epoch's last update has two sequences of 30. In
+    float64, or Adam would blow up the rounding of small gradients; the Trainer logs float32."""
     data = dataclasses.replace(HOLDOUT["dataset"], limit=38)
-    config = flat(dataset=data, context=context, steps=9)
+    config = flat(dataset=data, context="cached", draws_per_context=2, steps=9)
     run = make_run(config)
     losses = []
     for size in (4, 2, 1):
-        model, where = copy.deepcopy(run.backbone.model), tmp_path / "hf"
+        model, where = copy.deepcopy(run.backbone.model).double(), tmp_path / "hf"
         split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         trainer, recorder = trainer_of(model, config, run.tokenizer, where, **split)
         assert len(trainer.train_dataset) == 30

@@ -40,7 +40,9 @@ def test_kernels_import_torch_triton_and_themselves(path):
 
 # Where a heavy library may be imported: whole rooms end in a slash.
 HOMES = {
-    "transformers": ("bwsft/backbones/", "bwsft/checkpoint.py", "bwsft/templates.py"),
+    "transformers": (
+        "bwsft/backbones/", "bwsft/checkpoint.py", "bwsft/templates.py", "bwsft/hf.py",
+    ),
     "peft": ("bwsft/backbones/", "bwsft/checkpoint.py"),
     "datasets": ("bwsft/records.py",),
     "triton": (),  # the kernels' own test is above
