@@ -45,13 +45,21 @@ def axis_label(name: str) -> str:
 
 
 def dots(plt, finished):
-    """One line per arm, a dot per seed and a bar at the mean."""
+    """One line per arm, a dot per seed and a bar at the mean. A base that lies far off is written
+    at the edge: the axis belongs to the trained arms."""
     names, rows = shown_measures(finished), finished.rows
     size = (4.2 * len(names) + 1.5, 0.35 * len(rows) + 1.2)
     figure, axes = plt.subplots(1, len(names), figsize=size, squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
+        trained = [v for row in rows if row.flops for v in row.values(name) or ()]
+        room = 0.5 * (max(trained) - min(trained)) + 1e-9
         for place, row in enumerate(rows):
             if (values := row.values(name)) is None:
+                continue
+            if not min(trained) - room <= values[0] <= max(trained) + room:
+                edge, side = (0.98, "right") if values[0] > max(trained) else (0.02, "left")
+                at = axis.get_yaxis_transform()
+                axis.text(edge, place, f"{values[0]:.3f}", transform=at, ha=side, va="center")
                 continue
             axis.plot(values, [place] * len(values), "o", alpha=0.5, color="tab:blue")
             axis.plot([statistics.fmean(values)] * 2, [place - 0.3, place + 0.3], color="black")
