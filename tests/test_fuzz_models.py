@@ -181,6 +181,10 @@ def test_an_index_that_names_what_it_must_not(originals, tmp_path, shard, word):
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "weights.safetensors")}
     (tmp_path / INDEX).write_text(json.dumps(index))
     assert load_backbone(tmp_path).family.mask_id == 257
+    for metadata in (None, [], "x"):
+        (tmp_path / INDEX).write_text(json.dumps(index | {"metadata": metadata}))
+        with pytest.raises(ValueError, match="has no metadata"):
+            load_backbone(tmp_path)
     index["weight_map"][next(iter(names))] = shard
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises((ValueError, OSError), match=word):

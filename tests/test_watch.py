@@ -32,6 +32,7 @@ def test_a_spike_is_a_multiple_of_the_running_median():
     assert [bool(s) for s in said] == [False, False, False, True, False, False, True]
     assert said[3] == "loss 8.1 is 4 times the median of the last 3 updates"
     assert not any(guard([1, 1, 1, 100], factor=0.0, grad_norm=1.0))
+    assert not any(guard([1, 5], grad_norm=1.0))  # a quarter of the window is two
     old = guard([100, 1, 1, 1, 1, 7], window=4, grad_norm=1.0)  # 100 has left the window
     assert [bool(s) for s in old] == [False] * 5 + [True]
     norm = w.SpikeGuard(SKIP, [{"loss": 1, "grad_norm": 2}] * 3)

@@ -64,7 +64,7 @@ def dots(plt, finished):
             axis.plot(values, [place] * len(values), "o", alpha=0.5, color="tab:blue")
             axis.plot([statistics.fmean(values)] * 2, [place - 0.3, place + 0.3], color="black")
         axis.set_yticks(range(len(rows)), [row.name for row in rows])
-        axis.invert_yaxis()
+        axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xlabel(axis_label(name))
         axis.grid(axis="x", alpha=0.3)
     return figure
