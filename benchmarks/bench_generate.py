@@ -96,12 +96,13 @@ def parse(argv=None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sweep", action="store_true",
                         help="prompt 128, 1024 x gen 128, 512 x batch 1, 8")
-    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--block", type=int, help="default: 32, or 16 if quick on a CPU")
     parser.add_argument("--blocks", type=int, default=1, help="blocks to decode; 0: all")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--count-only", action="store_true", help="FLOPs alone, of hollow weights")
     harness.add_arguments(parser)
     args = harness.parse(parser, argv, __file__)
+    args.block = args.block or (16 if args.quick and not gpu and args.size != "8b" else 32)
     args.rounds = args.rounds or (1 if args.quick or args.sweep else 3)
     return args
 

@@ -20,7 +20,7 @@ def draw(content: dict, path: str) -> None:
     head = content["header"]
     varying = sweeps(points)
     figure = _lines(points, varying) if varying else _bars(points)
-    title = f"{content['bench']} on {head['device']}, commit {head['commit']}, {head['date']}"
+    title = f"{content['bench']}, {head['date']}, commit {head['commit']}\n{head['device']}"
     figure.suptitle(title, fontsize=9)
     # No version in the file: another matplotlib would change nothing else.
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -28,8 +28,8 @@ def draw(content: dict, path: str) -> None:
 
 
 def sweeps(points: list) -> dict[str, list]:
-    """Setting -> the points that differ from the first in this number alone, if three or more
-    points make a sweep."""
+    """Setting -> the points that differ from the first in this number alone. Fewer than three
+    points of one setting are no sweep."""
     first = points[0][0]
     numbers = [k for k, v in first.items() if isinstance(v, int | float)]
     found = {}
@@ -40,7 +40,7 @@ def sweeps(points: list) -> dict[str, list]:
         ]
         if len({settings[key] for settings, _ in line}) > 1:
             found[key] = sorted(line, key=lambda point, key=key: point[0][key])
-    return found if len(points) > 2 else {}
+    return found if len(found) > 1 or any(len(line) > 2 for line in found.values()) else {}
 
 
 def _lines(points: list, varying: dict):

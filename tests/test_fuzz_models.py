@@ -346,6 +346,16 @@ def test_files_that_are_no_tokenizer(attempt, content):
     assert "tokenizer" in attempt("tokenizer", {"tokenizer.json": content})
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_is_no_tokenizer(originals, tmp_path, name):
+    for file, content in originals["tokenizer"].items():
+        (tmp_path / file).write_bytes(content)
+    os.remove(tmp_path / name)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is not a file"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -141,8 +141,8 @@ def test_no_estimate_depends_on_its_company(backbone):
     requests = [(PROMPT, RESPONSE), (PROMPT[:1], RESPONSE[:2]), (PROMPT, RESPONSE[::-1])]
     together = log_likelihoods(backbone, requests, LikelihoodConfig(draws=12, batch_size=7))
     alone = [
-        log_likelihoods(backbone, [request], LikelihoodConfig(draws=12, batch_size=50))[0]
-        for request in reversed(requests)
+        log_likelihoods(backbone, [(prompt[:], text[:])], LikelihoodConfig(draws=12))[0]
+        for prompt, text in reversed(requests)
     ]
     for a, b in zip(together, reversed(alone), strict=True):
         assert a == pytest.approx(b, rel=1e-10)

@@ -133,13 +133,15 @@ def instance(*args):
 @needs_harness
 def test_until_and_limits_cut_the_text(model):
     question = wordproblems.generate(1, split="test")[0]["query"]
-    whole, cut, short = model.generate_until([
+    whole, first, eight, three = model.generate_until([
         instance(question, {"until": []}),
-        instance(question, {"until": ["never", " "], "max_gen_toks": 40}),
-        instance(question, {"until": None, "max_gen_toks": 3}),
+        instance(question, {"until": ["never", "=", " "], "max_gen_toks": 40}),
+        instance(question, {"until": None, "max_gen_toks": 8}),
+        instance(question, {"until": "", "max_gen_toks": 3}),  # on the canvas of 8 too
     ])  # fmt: skip
-    assert " " in whole and cut == whole[: whole.index(" ")]
-    assert model.tok_encode(short) == model.tok_encode(whole)[:3] or len(short) < len(whole)
+    assert "=" in whole[1:] and first == whole[: whole.index(" ")]
+    assert eight.startswith(three) and 0 < len(three) < len(eight)
+    assert len(model.tok_encode(three)) == 3
 
 
 @needs_harness
