@@ -189,6 +189,7 @@ def parse_train(argv: list[str]):
 
 def _stored_config(argv: list[str]):
     from bwsft.config import from_json
+    from bwsft.strict_json import read_text
 
     for i, word in enumerate(argv):
         if word == "--resume" and i + 1 < len(argv):
@@ -197,5 +198,5 @@ def _stored_config(argv: list[str]):
             path = Path(word.partition("=")[2]) / "config.json"
         else:
             continue
-        return from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+        return from_json(read_text(path), str(path)) if path.exists() else None
     return None

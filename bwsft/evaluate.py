@@ -225,7 +225,8 @@ def compare(first: Path | str, second: Path | str, strict: bool = False) -> dict
     for path in (first, second):
         verdicts: dict[str, bool] = {}
         for number, row in enumerate(read_records(path)[0], 1):
-            if "question" not in row or field not in row:
+            typed = isinstance(row.get("question"), str) and row.get(field) in (True, False, None)
+            if not typed or field not in row:
                 raise ValueError(f"{path}: record {number} is no scored output (no {field})")
             if row[field] is None:
                 continue

@@ -4,7 +4,6 @@ random LLaDA; for training and for decoding."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from bwsft.backbones.llada import LladaConfig, family_of
 from bwsft.backbones.load import load_backbone, new_backbone, read_family
 from bwsft.backbones.lora import load_adapter
 from bwsft.checkpoint import locate
+from bwsft.checkpoint_facts import read_adapter_config
 
 # The tiny LLaDA that ships with the package: base of the demo and of runs without --model.
 TINY = Path(__file__).parent / "tiny"
@@ -169,8 +169,7 @@ def load_trained(
 def adapter_base(source: str, state: dict | None) -> str:
     """The folder or Hub id of the model that an adapter belongs to."""
     if state is None:
-        stored = json.loads((Path(source) / "adapter_config.json").read_text(encoding="utf-8"))
-        return stored["base_model_name_or_path"]
+        return read_adapter_config(source).base_model_name_or_path  # locate has seen that it is one
     if state["base"] == EMBEDDED:
         return str(TINY)
     checkpoints = Path(source).parent

@@ -36,6 +36,7 @@ from bwsft.modes import Losses, Mode, whole_response
 from bwsft.objectives import blockwise, classical, mdlm, rdm, soft_masked, two_step
 from bwsft.objectives.drawn import Place
 from bwsft.optim import make_optimizer, trainable
+from bwsft.strict_json import read_text
 from bwsft.training_data import FIXED_SEED, TrainingData, plan_data
 from bwsft.watch import SpikeGuard
 
@@ -143,8 +144,11 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
         return folder, None
     stored = folder / "config.json"
     if stored.exists():
-        refuse_changes(stored.read_text(encoding="utf-8"), config, stored)
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        refuse_changes(read_text(stored), config, stored)
+    elif folder.exists() and (
+        # A writer that was killed at once leaves hidden files at most.
+        not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir())
+    ):
         raise ValueError(f"--resume {folder}: this is not a run folder, it has no config.json")
     checkpoint, skipped = newest_complete(folder)
     for fault in skipped:
@@ -164,7 +168,7 @@ def refuse_changes(stored: str, now: c.Config, where: Path) -> None:
     """Raise ValueError unless `now` differs from the config stored `where` in free fields only."""
     changed = [
         line
-        for line in c.differences(c.from_json(stored), now)
+        for line in c.differences(c.from_json(stored, str(where)), now)
         if line.split(":")[0] not in FREE_ON_RESUME
     ]
     if changed:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from bwsft.answer_files import read_records
 
+LARGEST = 100_000  # positions or steps of a trace
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
@@ -60,10 +61,13 @@ def checked(record: dict, place: str) -> dict:
         gen_length, block_size = int(record["gen_length"]), int(record["block_size"])
         question, tokens = str(record["question"]), dict(record["tokens"])
         known = {str(token) for _, _, token, _ in commits} <= tokens.keys()
-        inside = all(0 <= position < gen_length for _, position, _, _ in commits)
-        if not (known and inside and commits and block_size > 0):
+        texts = all(isinstance(piece, str) for piece in tokens.values())
+        inside = gen_length <= LARGEST and all(
+            0 <= position < gen_length and 0 <= step < LARGEST for step, position, _, _ in commits
+        )
+        if not (known and texts and inside and commits and block_size > 0):
             raise ValueError
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ValueError(f"{place} is no trace of bwsft generate --trace") from None
     return {
         "question": question, "gen_length": gen_length, "block_size": block_size,
@@ -86,6 +90,8 @@ def unmasking(
             continue
         shade = 110 + round(145 * step_of[position] / last)
         piece = pieces[position].replace("\n", "⏎")
+        # A token may hold an escape sequence that a terminal obeys.
+        piece = "".join(c if c.isprintable() else "�" for c in piece)
         text.append(piece, style=f"rgb({shade},{shade},255) bold")
         text.append(f"{step_of[position] + 1} ".translate(SUBSCRIPTS), style="dim")
     return text
