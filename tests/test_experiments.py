@@ -155,7 +155,8 @@ def test_a_run_writes_page_csv_and_figure(finished):
     lines = list(csv.DictReader((out / "report/equal-flops.csv").open()))
     assert [line["arm"] for line in lines] == ["base", *["classical"] * 2, *["blockwise"] * 2]
     for line in lines[1:]:
-        assert float(line["flops"]) > 0 and 0 < float(line["nelbo@10"]) < 2
+        assert float(line["flops"]) > 0
+        assert 0 < float(line["nelbo@10"]) < 0.8 * float(lines[0]["nelbo@10"])
         assert len(json.loads(line["evals"])) == 5
     trained = [json.loads(p.read_text()) for p in sorted((out / "cells").glob("blockwise*.json"))]
     assert [t["train"]["updates"] for t in trained] == [4, 4]
@@ -164,7 +165,7 @@ def test_a_run_writes_page_csv_and_figure(finished):
     assert len(stored["plan"]["claims"]) == 2
 
 
-def test_finished_cells_are_not_redone_and_a_lost_one_is(finished, monkeypatch, snapshot):
+def test_finished_cells_are_not_redone_and_a_lost_one_is(finished):
     arguments, out = finished
     before = {p: p.stat().st_mtime_ns for p in (out / "cells").glob("*.json")}
     lost = next((out / "cells").glob("classical*-s1-*.json"))

@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "kernels/torch-ext/bwsft_kernels"
 SOURCES = sorted([*(ROOT / "bwsft").rglob("*.py"), *KERNELS.rglob("*.py")])
-ALL_PYTHON = sorted([*SOURCES, *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py")])
 
 
 def imports(path: Path) -> set[str]:
