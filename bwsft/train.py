@@ -214,6 +214,8 @@ def loop(run: Run, asked: watch.Signals) -> int:
             if stop or now or done == config.steps or done % config.save_every == 0:
                 save(run, done, logs)
                 saved = done
+                # A signal during the save ends the run here; a wish to save comes up again.
+                stop, asked.save = asked.agreed(world)
             if not stop and report_eval(run, logs, done):
                 stop, _ = asked.agreed(world)
         if saved < done:  # the signal came during an evaluation
