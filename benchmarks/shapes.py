@@ -7,10 +7,10 @@ attends to.
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from bwsft.backbones.llada import LladaConfig
+from bwsft.flops import Cost
 
 VOCAB = 126_464
 # 8b is the published model; cpu keeps its vocabulary; mini and tiny are for sweeps and tests.
@@ -64,43 +64,14 @@ def gsm8k_lengths(count: int, longest: int = 256) -> tuple[list[tuple[int, int]]
     return lengths, "GSM8K train, Qwen3's tokenizer"
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Forward FLOPs of one size."""
-
-    d: int
-    layers: int
-    mlp: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, size: str) -> "Cost":
-        s = SIZES[size]
-        return cls(s["d_model"], s["n_layers"], s["mlp_hidden_size"], s["vocab_size"])
-
-    def layer(self, rows: int, keys: int) -> int:
-        """One layer on `rows` queries: q, k, v, out, three MLP matrices, scores and mix."""
-        return rows * (2 * (4 * self.d**2 + 3 * self.d * self.mlp) + 4 * self.d * keys)
-
-    def last(self, rows: int, wanted: int, keys: int) -> int:
-        """The last layer where only `wanted` rows come out: the others give keys and values."""
-        return self.layer(wanted, keys) + (rows - wanted) * 4 * self.d**2
-
-    def head(self, rows: float) -> float:
-        return rows * 2 * self.d * self.vocabulary
-
-    def whole(self, length: int, wanted: int | None = None) -> int:
-        """All layers on a whole canvas, the last one pruned to `wanted` rows if given."""
-        wanted = length if wanted is None else wanted
-        return (self.layers - 1) * self.layer(length, length) + self.last(length, wanted, length)
-
-    def active(self, rows: int, keys: int) -> int:
-        return self.layers * self.layer(rows, keys)
+def cost_of(size: str) -> Cost:
+    s = SIZES[size]
+    return Cost(s["d_model"], s["n_layers"], s["mlp_hidden_size"], s["vocab_size"])
 
 
 def decode_flops(size: str, prompt: int, gen: int, block: int) -> dict[str, float]:
     """Mean FLOPs of a denoising step by context mode, one token a step, no early exit."""
-    cost, length = Cost.of(size), prompt + gen
+    cost, length = cost_of(size), prompt + gen
     masked = (block + 1) / 2  # rows that meet the head, on average
     entering = cost.whole(length, block)
     middle = prompt + gen // 2  # block_causal: keys on average
@@ -115,7 +86,7 @@ def decode_flops(size: str, prompt: int, gen: int, block: int) -> dict[str, floa
 def step_flops(size: str, prompt: int, gen: int, block: int, draws: int) -> dict[str, float]:
     """FLOPs per supervised token of a training step (adapters left out): a frozen matrix costs as
     much backward as forward; half of a block bears loss on average."""
-    cost, length, rows = Cost.of(size), prompt + gen, block / 2
+    cost, length, rows = cost_of(size), prompt + gen, block / 2
     once = 2 * cost.active(block, length) + 2 * cost.head(rows)
     both = 2 * (prompt + 2 * gen)  # clean row and noisy copies, forward and backward
     layers = cost.layers * cost.layer(1, length) * both
