@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import shutil
+import signal
 
 import pytest
 
@@ -165,3 +166,11 @@ def assert_no_worse():
             assert error <= 3 * torchs_error + band, (float(error), float(torchs_error), band)
 
     return check
+
+
+@pytest.fixture
+def usual_interrupt():
+    """Ctrl-C raises KeyboardInterrupt, also where the shell that started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

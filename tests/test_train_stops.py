@@ -103,7 +103,7 @@ def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number)
     assert signal.getsignal(number) is previous
 
 
-def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch):
+def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch, usual_interrupt):
     def twice(run):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)

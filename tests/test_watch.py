@@ -183,7 +183,7 @@ def test_sigusr1_saves_and_goes_on(tiny, monkeypatch):
     assert signal.getsignal(signal.SIGUSR1) is previous
 
 
-def test_repeats_of_a_launcher_are_no_second_wish(monkeypatch):
+def test_repeats_of_a_launcher_are_no_second_wish(monkeypatch, usual_interrupt):
     """With several processes a signal comes from the terminal and from the launcher."""
     now = [100.0]
     monkeypatch.setattr(w.time, "monotonic", lambda: now[0])
