@@ -156,8 +156,7 @@ def hollow_step(problem: Problem, context: str | None):
         for step, turn in enumerate(rows[0].plan):
             before = canvas.ids.clone()
             denoise(row.model, context, canvas, [turn], step)
-            canvas.ids.copy_(before)  # what it committed has no value
-            canvas.ids[turn.stop - turn.masked] = 0
+            canvas.ids.copy_(before)  # what it committed has no value; the plan counts its rows
     yield "decode"
 
 

@@ -69,22 +69,23 @@ def test_the_8b_model_is_counted_without_weights(bench_step):
     assert naive.flops == pytest.approx(tokens * (4 * frozen + 6 * lora), rel=0.02)
 
 
-def test_naive_supervises_the_active_block_alone(bench_step, monkeypatch):
-    """Every token marked: the loss rows are one block, the suffix is [MASK], the prompt is not."""
+@pytest.mark.parametrize("block, masked", [(1, range(12, 22)), (3, range(20, 22))])
+def test_naive_masks_the_active_block_and_the_suffix(bench_step, monkeypatch, block, masked):
+    """Prompt 8, response 14 in blocks of 4, padded to 24; every token of the block marked."""
     import steps
 
     job = bench_step.make_job("tiny", [(8, 14)], 1, 4, CPU, gen_length=16, canvas="padded",
                               max_length=24)
     backbone = bench_step.models.random_backbone("tiny", torch.float32, CPU)
-    monkeypatch.setattr(steps.random, "randrange", lambda count: {4: 3}[count])
+    monkeypatch.setattr(steps.random, "randrange", lambda count: {4: block}[count])
     monkeypatch.setattr(steps.random, "random", lambda: 0.0)
     seen = {}
     monkeypatch.setattr(backbone.model, "forward", lambda input_ids: seen.update(ids=input_ids))
     with pytest.raises(AttributeError):  # None has no logits
         next(steps.naive_losses(backbone, None, job, job.batches[0]))
-    mask, end = backbone.family.mask_id, backbone.family.eos_id
-    assert seen["ids"][0, 20:].tolist() == [mask, mask, end, end]
-    assert mask not in seen["ids"][0, :20]
+    (ids,) = seen["ids"].tolist()
+    assert [i for i, token in enumerate(ids) if token == backbone.family.mask_id] == list(masked)
+    assert ids[22:] == [backbone.family.eos_id] * 2
 
 
 def test_nothing_is_timed_when_a_loss_is_wrong(bench_step, monkeypatch):
