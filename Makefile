@@ -32,6 +32,7 @@ test: lint
 	TRITON_INTERPRET=1 $(PYTEST) tests/test_triton_*.py
 
 test-all: lint
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev,lm-eval,trackers]'
 	$(PYTEST) -m '' --ignore-glob='tests/test_triton_*'
 	TRITON_INTERPRET=1 $(PYTEST) -m '' tests/test_triton_*.py
 

@@ -33,11 +33,12 @@ from transformers import Trainer
 
 from bwsft import config as c
 from bwsft import data as d
-from bwsft.backbones.base import Backbone, Family
+from bwsft import modes
+from bwsft.backbones.base import Backbone
 from bwsft.backbones.llada import LladaBackbone, LladaForMaskedDiffusion, family_of
 from bwsft.modes import Mode
 from bwsft.objectives import blockwise, classical, nelbo
-from bwsft.training_data import FIXED_SEED, plan_data
+from bwsft.training_data import held_out_spec, layout_of, plan_data
 
 __all__ = ["BlockwiseCollator", "BlockwiseTrainer", "load_examples"]
 
@@ -207,45 +208,14 @@ class StepSettings:
             config=config,
             backbone=backbone,
             objective=objective,
-            mode=mode_of(config, backbone.family),
+            mode=modes.mode_of(config, backbone.family),
             spec=objective.mask_spec(config, backbone.family),
-            eval_spec=dataclasses.replace(
-                blockwise.mask_spec(config, backbone.family), seed=FIXED_SEED
-            ),
+            eval_spec=held_out_spec(config, backbone.family),
         )
 
     def corrupt(self, batch: d.Batch, draw: int, block: int | None = None):
         """(noisy batch, MaskedBatch) of one of the visit's draws."""
-        choice, levels = self.config.objective, blockwise.levels_of(self.config.objective)
-        draws = self.mode.draws
-        return self.objective.corrupt(
-            batch, self.spec, choice.blocks, draw, draws, block=block, levels=levels
-        )
-
-
-def mode_of(config: c.Config, family: Family) -> Mode:
-    """The context mode of a run."""
-    return Mode(
-        name=config.context,
-        draws=config.draws_per_context,
-        context_grad=config.objective.context_grad,
-        even=config.dataset.canvas == "fixed" and family.block_origin == "response",
-        prune=config.objective.name == "blockwise",
-        all_blocks=config.objective.blocks == "all",
-    )
-
-
-def layout_of(config: c.Config, family: Family) -> d.CanvasLayout:
-    """What lies behind a response of a run."""
-    return d.CanvasLayout(
-        canvas=config.dataset.canvas,
-        block_size=config.block_size,
-        gen_length=config.gen_length,
-        max_length=config.max_length,
-        mask_id=family.mask_id,
-        eos_id=family.eos_id,
-        block_origin=family.block_origin,
-    )
+        return modes.corrupt(self, batch, draw, block)
 
 
 def as_backbone(model) -> Backbone:

@@ -19,7 +19,7 @@ from bwsft_kernels.block_mask import MaskedBatch, block_mask
 from torch import Tensor
 
 from bwsft.context import Context, Span
-from bwsft.objectives.blockwise import every_block
+from bwsft.objectives.blockwise import every_block, levels_of
 from bwsft.objectives.nelbo import State
 
 
@@ -119,6 +119,26 @@ class Mode:
                 span = Span(start, length.clamp(min=1), run.eval_spec.block_size)
                 context = self.freeze(run, noisy, span)
             return run.backbone(noisy, rows, *loss, context)
+
+
+def mode_of(config, family) -> Mode:
+    """The context mode of a run `config` on a model `family`."""
+    return Mode(
+        name=config.context,
+        draws=config.draws_per_context,
+        context_grad=config.objective.context_grad,
+        even=config.dataset.canvas == "fixed" and family.block_origin == "response",
+        prune=config.objective.name == "blockwise",
+        all_blocks=config.objective.blocks == "all",
+    )
+
+
+def corrupt(run, batch, draw: int, block: int | None = None):
+    """(noisy batch, MaskedBatch) of one of the visit's draws, of this block if one is given. `run`
+    has a config, an objective (blockwise or classical) and its spec."""
+    choice, draws = run.config.objective, run.config.draws_per_context
+    more = {"block": block, "levels": levels_of(choice)}
+    return run.objective.corrupt(batch, run.spec, choice.blocks, draw, draws, **more)
 
 
 def loss_rows(masked: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:

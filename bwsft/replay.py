@@ -98,7 +98,8 @@ def replay(run: Run, part: Batch, facts: Facts, first: int) -> None:
     """Forward and backward of a micro-batch as in the run, dropout included."""
     ids = part.sample_ids.tolist()
     seed_dropout(run.config.seed, facts.step, ids[0])
-    for loss in run.losses(part, facts.step, first):
+    slots = run.data.slots(facts.step, run.config.batch_size, run.config.seed)
+    for loss in run.losses(part, facts.step, slots, first):
         (loss.total / facts.sequences).backward()
         mean = loss.total.item() / part.num_sequences
         print(f"samples {', '.join(map(str, ids))}: loss {mean:.6g}, {int(loss.rows)} loss rows")

@@ -16,6 +16,7 @@ from bwsft_kernels.block_mask import MaskSpec
 
 from bwsft import config as c
 from bwsft import data as d
+from bwsft import modes
 from bwsft.backbones.base import Backbone, Family
 from bwsft.backbones.load import load_backbone
 from bwsft.backbones.lora import add_lora
@@ -30,14 +31,14 @@ from bwsft.checkpoint import (
 )
 from bwsft.distributed import World
 from bwsft.files import folder_atomic, write_atomic
-from bwsft.metrics import read_log
+from bwsft.metrics import column, read_log
 from bwsft.models import ModelPlan, own_memory, pick_device, plan_model, plan_tokenizer
 from bwsft.modes import Losses, Mode, whole_response
 from bwsft.objectives import blockwise, classical, mdlm, rdm, soft_masked, two_step
 from bwsft.objectives.drawn import Place
 from bwsft.optim import make_optimizer, trainable
 from bwsft.strict_json import read_text
-from bwsft.training_data import FIXED_SEED, TrainingData, plan_data
+from bwsft.training_data import TrainingData, held_out_spec, plan_data
 from bwsft.watch import SpikeGuard
 
 # A resumed run may differ from its config in these. Another device, micro-batch or kind of
@@ -91,15 +92,12 @@ class Run:
 
     def corrupt(self, batch: d.Batch, draw: int, block: int | None = None):
         """(noisy batch, MaskedBatch) of one of the visit's draws, of this block if one is given."""
-        choice, draws = self.config.objective, self.config.draws_per_context
-        more = {"block": block, "levels": blockwise.levels_of(choice)}
-        return self.objective.corrupt(batch, self.spec, choice.blocks, draw, draws, **more)
+        return modes.corrupt(self, batch, draw, block)
 
-    def losses(self, batch: d.Batch, step: int, first: int) -> Losses:
-        """The losses of a micro-batch; `first` is the place of its first sequence in the update."""
+    def losses(self, batch: d.Batch, step: int, slots: list, first: int) -> Losses:
+        """The losses of a micro-batch that begins at the `first` of the update's `slots`."""
         if self.options is None:
             return self.mode.losses(self, batch)
-        slots = self.data.slots(step, self.config.batch_size, self.config.seed)
         place = Place(step, first, len(slots), self.data.response_tokens(slots))
         return whole_response(self, batch, place)
 
@@ -107,7 +105,6 @@ class Run:
         """bf16 matmuls on CUDA; on the CPU everything is fp32."""
         cuda = self.device.type == "cuda"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=cuda)
-
 
     def idle(self) -> torch.Tensor:
         """A forward whose loss is 0, for a rank that must keep step with others."""
@@ -208,7 +205,9 @@ def setup(
     world.wrap(backbone)
     objective, options = pick_objective(config, family, data)
     first = 0 if checkpoint is None else step_of(checkpoint)
-    history = [line for line in read_log(folder / "metrics.jsonl") if line["step"] <= first]
+    log = folder / "metrics.jsonl"
+    done = [line for line in read_log(log) if line["step"] <= first]
+    history = {name: column(log, done, name) for name in SpikeGuard.NAMES}
     run = Run(
         config=config,
         folder=folder,
@@ -220,16 +219,9 @@ def setup(
         data=data,
         objective=objective,
         options=options,
-        mode=Mode(
-            name=config.context,
-            draws=config.draws_per_context,
-            context_grad=config.objective.context_grad,
-            even=config.dataset.canvas == "fixed" and family.block_origin == "response",
-            prune=config.objective.name == "blockwise",
-            all_blocks=config.objective.blocks == "all",
-        ),
+        mode=modes.mode_of(config, family),
         spec=(objective if options is None else classical).mask_spec(config, family),
-        eval_spec=dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED),
+        eval_spec=held_out_spec(config, family),
         base=plan.base if config.lora.rank else None,
         guard=SpikeGuard(config.watch, history),
         world=world,

@@ -72,7 +72,7 @@ def train_step(run: Run, step: int) -> Step:
 
         # 2. Corrupt (active block, rate, marks, hidden suffix) and forward, as the objective and
         #    the context mode have it; the head meets the loss rows only.
-        for loss in run.losses(batch, step, part.start):
+        for loss in run.losses(batch, step, slots, part.start):
             # 3. Backward adds to the gradients; no graph outlives its draw.
             (loss.total / world.share_of(len(slots))).backward()
             losses.append((part.start, loss._replace(total=loss.total.detach())))
@@ -99,10 +99,11 @@ def train_step(run: Run, step: int) -> Step:
 
 
 def on_host(losses: list) -> list[list]:
-    """[totals, rows, regions] of the losses of a step, with one wait for the device each."""
+    """[totals, rows, regions] of the losses of a step, with one wait for the device."""
     if not losses:  # a process without a sequence of its own
         return [[], [], []]
-    return [torch.stack(values).tolist() for values in zip(*losses, strict=True)]
+    columns = [torch.stack(values).double() for values in zip(*losses, strict=True)]
+    return torch.stack(columns).tolist()
 
 
 def seed_dropout(seed: int, step: int, first_sample: int) -> None:
@@ -147,17 +148,18 @@ def train(config: c.Config) -> int:
 
 def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int:
     """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
+    folder, held = c.run_folder(config), []
 
     def lock() -> None:
-        if handle := world.on_main(lock_folder, folder):
-            stack.enter_context(handle)
+        """On rank 0, once the folder is a run's: a lock file has no business in another."""
+        if not held and (folder / "config.json").exists():
+            held.append(stack.enter_context(lock_folder(folder)))
 
-    folder, checkpoint = open_shared(config, world)
-    if checkpoint is not None:
-        lock()
+    if config.resume is not None:  # before a checkpoint is chosen, which another run may prune
+        world.on_main(lock)
+    _, checkpoint = open_shared(config, world)
     run = setup(config, folder, checkpoint, world)
-    if checkpoint is None:  # only now does the folder exist
-        lock()
+    world.on_main(lock)
     try:
         with watch.signals(world.size > 1) as asked:
             done = loop(run, asked)

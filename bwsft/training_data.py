@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from bwsft_kernels.block_mask import MaskSpec
 
 from bwsft import config as c
 from bwsft import data as d
 from bwsft import wordproblems
 from bwsft.backbones.base import Family
+from bwsft.objectives import blockwise
 
 GENERATED = 20_000  # word problems of a run without --data
 # Generated problems, held-out examples and their masks don't follow --seed: what differs between
@@ -71,6 +74,24 @@ class TrainingData:
             yield self.pack([(int(i), 0) for i in self.holdout_index[start : start + size]])
 
 
+def layout_of(config: c.Config, family: Family) -> d.CanvasLayout:
+    """What lies behind a response of a run `config` on a model `family`."""
+    return d.CanvasLayout(
+        canvas=config.dataset.canvas,
+        block_size=config.block_size,
+        gen_length=config.gen_length,
+        max_length=config.max_length,
+        mask_id=family.mask_id,
+        eos_id=family.eos_id,
+        block_origin=family.block_origin,
+    )
+
+
+def held_out_spec(config: c.Config, family: Family) -> MaskSpec:
+    """Block size, origin and seed of the held-out NELBO's masks."""
+    return dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED)
+
+
 def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
     """Tokenise, report what was dropped, check lengths against the model, hold some out."""
     options = d.DataOptions(
@@ -90,15 +111,7 @@ def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
     if config.dataset.limit is not None:
         examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
         print(f"  using the first {len(examples):,} (--dataset.limit)")
-    layout = d.CanvasLayout(
-        canvas=config.dataset.canvas,
-        block_size=config.block_size,
-        gen_length=config.gen_length,
-        max_length=config.max_length,
-        mask_id=family.mask_id,
-        eos_id=family.eos_id,
-        block_origin=family.block_origin,
-    )
+    layout = layout_of(config, family)
     if (longest := examples.longest_row(layout)) > family.max_positions:
         raise ValueError(
             f"prompt + gen_length needs {longest} positions, the model has {family.max_positions}: "

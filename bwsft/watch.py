@@ -43,12 +43,13 @@ class SpikeGuard:
     the gradient norm passed 10 times its own in 1 of 400, and 50 times once.
     """
 
-    def __init__(self, config: c.WatchConfig, history: list[dict]):
-        """history: the lines of metrics.jsonl so far, so that a resumed run decides alike."""
+    NAMES = ("loss", "grad_norm")
+
+    def __init__(self, config: c.WatchConfig, history: dict[str, list[float]]):
+        """history: NAMES' columns of metrics.jsonl so far, so that a resumed run decides alike."""
         self.config = config
         self.seen = {
-            name: deque((line[name] for line in history), maxlen=config.spike_window)
-            for name in ("loss", "grad_norm")
+            name: deque(history.get(name, ()), maxlen=config.spike_window) for name in self.NAMES
         }
 
     def judge(self, **values: float) -> str | None:

@@ -309,12 +309,22 @@ def test_resume_with_wrong_types(finished, capsys, snapshot):
     )
 
 
-def test_a_run_that_another_process_writes(finished, capsys, snapshot):
+def test_a_run_that_another_process_writes(finished, capsys, snapshot, monkeypatch):
+    """Said before a checkpoint is chosen: the writer may prune it meanwhile."""
     folder = finished()
-    with lock_folder(folder):
+    with lock_folder(folder), monkeypatch.context() as patched:
+        patched.setattr("bwsft.run.newest_complete", lambda run: pytest.fail("chose one"))
         message = resume(folder, capsys, snapshot)
     assert f"{folder} is being written by process {os.getpid()}: wait until it has" in message
     assert main(["train", "debug", "--resume", str(folder)]) == 0
+
+
+def test_a_damaged_line_of_the_log(finished, capsys, snapshot):
+    folder = finished()
+    log = folder / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([lines[0].replace('"loss"', '"lost"'), *lines[1:]]) + "\n")
+    assert f"{log}, step 1 has no number 'loss'" in resume(folder, capsys, snapshot)
 
 
 def test_any_name_will_do_for_a_folder(tiny, flags, tmp_path, data_file):

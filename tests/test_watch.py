@@ -22,7 +22,7 @@ SKIP = c.WatchConfig(4.0, 4.0, spike_action="skip", spike_window=8)
 
 
 def guard(values, window=8, factor=4.0, **more):
-    found = w.SpikeGuard(c.WatchConfig(factor, factor, spike_window=window), [])
+    found = w.SpikeGuard(c.WatchConfig(factor, factor, spike_window=window), {})
     return [found.judge(loss=value, **more) for value in values]
 
 
@@ -35,7 +35,7 @@ def test_a_spike_is_a_multiple_of_the_running_median():
     assert not any(guard([1, 5], grad_norm=1.0))  # a quarter of the window is two
     old = guard([100, 1, 1, 1, 1, 7], window=4, grad_norm=1.0)  # 100 has left the window
     assert [bool(s) for s in old] == [False] * 5 + [True]
-    norm = w.SpikeGuard(SKIP, [{"loss": 1, "grad_norm": 2}] * 3)
+    norm = w.SpikeGuard(SKIP, {"loss": [1] * 3, "grad_norm": [2] * 3})
     assert norm.judge(loss=1, grad_norm=9).startswith("grad norm 9 is 4 times")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,18 +17,10 @@ from bwsft.experiments import scales
 from bwsft.experiments.measures import Exam
 from bwsft.experiments.plans import PILOT_SEED, PLANS, Plan
 from bwsft.experiments.scales import Scale
+from bwsft.files import write_atomic
 from bwsft.wordproblems import largest_operand
 
-Name = Literal[
-    "table",
-    "equal-flops",
-    "equal-tokens",
-    "block-grid",
-    "prefix-noise",
-    "suffix-leak",
-    "dynamics",
-    "pilot",
-]
+Name = Literal[tuple(PLANS)]
 
 
 @dataclass(frozen=True)
@@ -137,10 +130,6 @@ def chosen_exam(options: ExperimentOptions, scale: Scale) -> Exam:
 
 def write_plan(plan: Plan, scale: Scale, seeds: list[int], out: Path) -> None:
     """The plan as it stood before any result: arms, measures, claims."""
-    import json
-
-    from bwsft.files import write_atomic
-
     path = out / f"plan-{plan.name}.json"
     if path.exists():
         return

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -20,8 +21,9 @@ from pathlib import Path
 from bwsft import config as c
 from bwsft import presets, wordproblems
 from bwsft.demo import TEST_SEED, solve
+from bwsft.experiments.cells import train_cell
+from bwsft.experiments.statistics import mean_error
 from bwsft.files import write_atomic
-from bwsft.metrics import read_log
 from bwsft.models import load_trained
 
 MODES = {
@@ -34,11 +36,10 @@ MODES = {
 WARM = 12  # updates that measure the time of one; the first four warm up
 
 
-def cell_config(mode: str, seed: int, steps: int, out: Path) -> c.Config:
+def cell_config(mode: str, seed: int, steps: int) -> c.Config:
     return dataclasses.replace(
         presets.debug(),
         **MODES[mode],
-        out=str(out),
         seed=seed,
         steps=steps,
         batch_size=32,
@@ -55,7 +56,7 @@ def seconds_per_update(mode: str, out: Path) -> float:
     from bwsft.run import open_run, setup
     from bwsft.train import train_step
 
-    config = cell_config(mode, 0, WARM, out)
+    config = dataclasses.replace(cell_config(mode, 0, WARM), out=str(out))
     run = setup(config, *open_run(config))
     times = []
     for step in range(WARM):
@@ -67,31 +68,25 @@ def seconds_per_update(mode: str, out: Path) -> float:
 
 def run_cell(mode: str, seed: int, steps: int, folder: Path) -> dict:
     """Train, evaluate and decode one cell; its result is written when all is done."""
-    from bwsft.train import train
-
     name = f"{mode.replace(', k = ', '-k')}-seed{seed}"
     result = folder / f"{name}.json"
     if result.exists():
         return json.loads(result.read_text(encoding="utf-8"))
     out = folder / name
-    config = cell_config(mode, seed, steps, out)
-    if out.exists():
-        config = dataclasses.replace(config, resume=str(out), out=None)
+    config = cell_config(mode, seed, steps)
     began = time.process_time()
-    if train(config):
-        raise RuntimeError(f"{name} did not finish")
+    trained = train_cell(out, config)
     trained_for = time.process_time() - began
     problems = wordproblems.generate(200, TEST_SEED, split="test")
     solved, generations = solve(load_trained(str(out)), problems, config, name)
-    metrics, evals = read_log(out / "metrics.jsonl"), read_log(out / "eval.jsonl")
     cell = {
         "mode": mode,
         "seed": seed,
         "steps": steps,
         "cpu_seconds": round(trained_for, 1),
-        "supervised_tokens": sum(m["supervised_tokens"] for m in metrics),
-        "nelbo_before": evals[0]["nelbo"],
-        "nelbo": evals[-1]["nelbo"],
+        "supervised_tokens": trained["supervised_tokens"],
+        "nelbo_before": trained["evals"][0][1],
+        "nelbo": trained["evals"][-1][1],
         "solved": sum(solved) / len(solved),
         "passes": sum(g.passes for g in generations),
     }
@@ -128,11 +123,8 @@ def report(cells: list[dict], options, into: Path) -> str:
 
 
 def spread(cells: list[dict], key: str, form: str) -> str:
-    values = [cell[key] for cell in cells]
-    mean = format(statistics.mean(values), form)
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {format(statistics.stdev(values) / len(values) ** 0.5, form)}"
+    mean, error = mean_error([cell[key] for cell in cells])
+    return format(mean, form) + ("" if math.isnan(error) else f" ± {format(error, form)}")
 
 
 def plot(rows: list, path: Path) -> None:

@@ -91,8 +91,8 @@ def adapters(config: c.Config, shape: Cost) -> float:
     """Forward FLOPs of the adapters per token."""
     if not config.lora.rank:
         return 0
-    square, mlp = (2, 1) if config.lora.targets == "released" else (4, 3)
-    square += config.lora.targets == "released"  # q, k, v of the four that it hits, and up
+    # The released list hits q, k, v and up; all are q, k, v, out and gate, up, down.
+    square, mlp = (3, 1) if config.lora.targets == "released" else (4, 3)
     widths = square * 2 * shape.d + mlp * (shape.d + shape.mlp)
     return 2 * shape.layers * config.lora.rank * widths
 

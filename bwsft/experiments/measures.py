@@ -20,6 +20,7 @@ from bwsft import wordproblems
 from bwsft.models import Trained, load_trained
 from bwsft.modes import Mode
 from bwsft.objectives import nelbo
+from bwsft.training_data import layout_of
 
 TEST_SEED = 1  # of the generated problems
 EXAM_MASKS = 4242  # seed of the held-out masks, which no run uses
@@ -77,11 +78,8 @@ def held_out_nelbo(trained: Trained, config: c.Config, exam: Exam, pilot: bool =
         gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
     )  # fmt: skip
     examples = d.load_set(records, trained.tokenizer, options)
-    layout = d.CanvasLayout(
-        mask_id=family.mask_id, eos_id=family.eos_id, block_size=config.block_size,
-        gen_length=config.gen_length, max_length=config.max_length,
-        block_origin=family.block_origin, fill=False,
-    )  # fmt: skip
+    # A decoder's canvas, whatever the training's was.
+    layout = dataclasses.replace(layout_of(config, family), canvas="fixed", fill=False)
     indices = range(min(exam.problems, len(examples)))
     batches = [
         d.pack([examples.example(i) for i in indices[start : start + exam.batch_size]], layout)

@@ -43,14 +43,7 @@ class Options(d.Options):
 
 def prepare(config, family, responses) -> Options:
     """Options of a run `config` on a model `family`; `responses` are not needed."""
-    own = config.objective.rdm
-    return Options(
-        **d.common(config, family),
-        levels=own.levels,
-        weight=own.weight,
-        label_smoothing=own.label_smoothing,
-        coupled=own.coupled,
-    )
+    return Options(**d.common(config, family), **vars(config.objective.rdm))
 
 
 def draws(batch, options: Options, place: d.Place, predict) -> Iterator[d.Drawn]:

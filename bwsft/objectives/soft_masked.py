@@ -55,12 +55,9 @@ class Options(d.Options):
 
 def prepare(config, family, responses) -> Options:
     """Options of a run `config` on a model `family`, and the statistics of `responses`."""
-    own = config.objective.soft_masked
     return Options(
         **d.common(config, family),
-        softness=own.softness,
-        buckets=own.buckets,
-        weight=own.weight,
+        **vars(config.objective.soft_masked),
         table=statistics(responses, family.vocab_size),
     )
 

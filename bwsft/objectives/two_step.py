@@ -49,14 +49,9 @@ class Options(d.Options):
 
 def prepare(config, family, responses) -> Options:
     """Options of a run `config` on a model `family`; `responses` are not needed."""
-    own = config.objective.two_step
     return Options(
         **d.common(config, family),
-        gap=own.gap,
-        reveal=own.reveal,
-        schedule=own.schedule,
-        replace=own.replace,
-        supervise=own.supervise,
+        **vars(config.objective.two_step),
         steps=config.steps,
         positions=config.gen_length,
         vocab_size=family.vocab_size,
