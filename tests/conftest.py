@@ -155,6 +155,43 @@ def model_folder(tokenizer_folder, tmp_path):
 
 
 @pytest.fixture(scope="session")
+def batch_of():
+    """(prompt length, response length) pairs -> a packed batch of a vocabulary of 50, B 4."""
+    import numpy as np
+
+    from bwsft.packing import CanvasLayout, Example, pack
+
+    def build(lengths, visit=0, canvas="response", origin="response"):
+        layout = CanvasLayout(
+            mask_id=49, eos_id=1, canvas=canvas, block_size=4, gen_length=16, max_length=64,
+            block_origin=origin,
+        )
+        visits = np.broadcast_to(visit, len(lengths))
+        return pack(
+            [
+                Example(np.arange(p) % 40 + 2, np.arange(r) * 7 % 40 + 2, i, int(v))
+                for i, ((p, r), v) in enumerate(zip(lengths, visits, strict=True))
+            ],
+            layout,
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def sums():
+    """Summed row weights of each sequence: its loss if every cross-entropy is 1."""
+    import torch
+
+    def per_sequence(batch, masked):
+        owner = torch.searchsorted(batch.cu_seqlens[1:], masked.rows.int(), right=True)
+        out = torch.zeros(batch.num_sequences, dtype=torch.float64)
+        return out.index_add_(0, owner, masked.row_weight.double())
+
+    return per_sequence
+
+
+@pytest.fixture(scope="session")
 def assert_no_worse():
     """assert_no_worse(own, torchs, truth, band): error at most 3x that of torch in the same dtype
     on the same numbers, both against float64, plus a rounding band (absolute)."""

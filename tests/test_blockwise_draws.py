@@ -6,7 +6,6 @@ import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from bwsft_kernels.block_mask import MaskSpec, block_mask
@@ -17,33 +16,10 @@ from bwsft.backbones.load import new_backbone
 from bwsft.modes import Mode
 from bwsft.objective_config import DiscreteConfig
 from bwsft.objectives import blockwise
-from bwsft.packing import CanvasLayout, Example, pack
 from bwsft.train import train_step
 
 MASK, EOS = 49, 1
 LENGTHS = [(3, 16), (5, 1), (2, 6), (7, 13), (1, 21)]
-
-
-def batch_of(lengths, visit=0, canvas="response", origin="response"):
-    layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, canvas=canvas, block_size=4, gen_length=16, max_length=64,
-        block_origin=origin,
-    )
-    visits = np.broadcast_to(visit, len(lengths))
-    return pack(
-        [
-            Example(np.arange(p) % 40 + 2, np.arange(r) * 7 % 40 + 2, i, int(v))
-            for i, ((p, r), v) in enumerate(zip(lengths, visits, strict=True))
-        ],
-        layout,
-    )
-
-
-def sums(batch, masked):
-    """Summed row weights of each sequence: its loss if every cross-entropy is 1."""
-    owner = torch.searchsorted(batch.cu_seqlens[1:], masked.rows.int(), right=True)
-    out = torch.zeros(batch.num_sequences, dtype=torch.float64)
-    return out.index_add_(0, owner, masked.row_weight.double())
 
 
 # --- all blocks of a visit ---
@@ -51,7 +27,7 @@ def sums(batch, masked):
 
 @pytest.mark.parametrize("origin", ["response", "absolute"])
 @pytest.mark.parametrize("factor", ["mean", "sum"])
-def test_every_block_of_every_example_once(origin, factor):
+def test_every_block_of_every_example_once(origin, factor, batch_of, sums):
     batch = batch_of(LENGTHS, visit=2, origin=origin)
     spec = MaskSpec(4, MASK, seed=5, block_factor=factor, block_origin=origin)
     seen, rates, totals = [], [], torch.zeros(5).double()
@@ -107,7 +83,7 @@ def assert_close(one, other):
 
 @pytest.mark.parametrize("mode", [Mode("exact"), Mode("cached", draws=2), Mode("exact", draws=2)])
 @pytest.mark.parametrize("canvas", ["response", "fixed"])
-def test_all_blocks_are_the_average_of_the_single_ones(mode, canvas):
+def test_all_blocks_are_the_average_of_the_single_ones(mode, canvas, batch_of):
     """objectives.md 7.9. Sequences of 1, 2 and 4 blocks: no forward has a sequence without loss."""
     batch = batch_of([(3, 14), (5, 1), (2, 6)], visit=1, canvas=canvas)
     run, one = run_of(dataclasses.replace(mode, all_blocks=True), "all"), run_of(mode)
@@ -149,7 +125,7 @@ def masks_of_block(batch, spec, draw, draws, block):
 # --- several draws and pairs of one block ---
 
 
-def test_exact_draws_share_the_block_and_average():
+def test_exact_draws_share_the_block_and_average(batch_of):
     batch, mode = batch_of([(3, 14), (5, 9)], canvas="fixed"), Mode("exact", draws=4)
     run, single = run_of(mode), run_of(Mode("exact"))
     total, grads, rows, region = step(run, batch)
@@ -167,7 +143,7 @@ def test_exact_draws_share_the_block_and_average():
 
 
 @pytest.mark.parametrize("name", ["exact", "cached"])
-def test_a_flat_pair_weighs_every_token_exactly_once(name):
+def test_a_flat_pair_weighs_every_token_exactly_once(name, batch_of):
     """objectives.md 10.7: m and not-m at 1/|I_a| each. A constant loss comes out exact, whatever
     was masked; 200 visits of blocks of 4 and 2 tokens, pairs with an empty half among them."""
     batch = batch_of([(3, 6)] * 200, visit=range(200))
@@ -220,7 +196,7 @@ def test_a_training_step_in_any_micro_batches(tiny, make_run, name, tmp_path):
     assert region >= 4 * 4 * draws and supervised < region
 
 
-def test_the_run_hands_over_times_and_block_distribution(tiny, make_run):
+def test_the_run_hands_over_times_and_block_distribution(tiny, make_run, batch_of, sums):
     objective = c.ObjectiveConfig(
         weight="discrete", empty="skip", discrete=DiscreteConfig(8, "one", "omega"),
         blocks="rising", block_factor="sum",

@@ -15,32 +15,9 @@ from bwsft import presets
 from bwsft.objective_config import DiscreteConfig
 from bwsft.objectives import blockwise
 from bwsft.objectives.blockwise import Levels
-from bwsft.packing import CanvasLayout, Example, pack
 
 MASK, EOS, ONE24 = 49, 1, 1 << 24
 LENGTHS = [(3, 16), (5, 1), (2, 6), (7, 13), (1, 21)]
-
-
-def batch_of(lengths, visit=0, canvas="response", origin="response"):
-    layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, canvas=canvas, block_size=4, gen_length=16, max_length=64,
-        block_origin=origin,
-    )
-    visits = np.broadcast_to(visit, len(lengths))
-    return pack(
-        [
-            Example(np.arange(p) % 40 + 2, np.arange(r) * 7 % 40 + 2, i, int(v))
-            for i, ((p, r), v) in enumerate(zip(lengths, visits, strict=True))
-        ],
-        layout,
-    )
-
-
-def sums(batch, masked):
-    """Summed row weights of each sequence: its loss if every cross-entropy is 1."""
-    owner = torch.searchsorted(batch.cu_seqlens[1:], masked.rows.int(), right=True)
-    out = torch.zeros(batch.num_sequences, dtype=torch.float64)
-    return out.index_add_(0, owner, masked.row_weight.double())
 
 
 # --- discrete times ---
@@ -90,7 +67,9 @@ def test_times_by_omega_mask_little():
 @pytest.mark.parametrize(
     "levels", [Levels(8), Levels(8, "one", "omega"), Levels(5, "one")], ids=str
 )
-def test_discrete_times_mask_at_t_over_T_and_weigh_omega_over_the_block(levels, factor):
+def test_discrete_times_mask_at_t_over_T_and_weigh_omega_over_the_block(
+    levels, factor, batch_of, sums
+):
     batch = batch_of([(3, 14)] * 400)
     spec = MaskSpec(4, MASK, seed=3, weight="flat", empty="skip", block_factor=factor)
     _, masked = blockwise.corrupt(batch, spec, levels=levels)
@@ -112,7 +91,7 @@ def test_discrete_times_mask_at_t_over_T_and_weigh_omega_over_the_block(levels, 
     assert torch.equal(alone.labels, masked.labels)
 
 
-def test_the_elbo_on_a_grid_is_the_rate_weight():
+def test_the_elbo_on_a_grid_is_the_rate_weight(batch_of):
     """T a power of two: omega = 1/t drawn uniformly is exactly 1 / (rate x length)."""
     batch = batch_of([(3, 14)] * 300)
     spec = MaskSpec(4, MASK, seed=3, weight="flat", empty="skip")
@@ -144,7 +123,7 @@ def test_the_config_reaches_the_kernel_and_the_times():
 
 
 @pytest.mark.parametrize("origin", ["response", "absolute"])
-def test_chances_in_numbers(origin):
+def test_chances_in_numbers(origin, batch_of):
     batch = batch_of(LENGTHS, origin=origin)
     spec = MaskSpec(4, MASK, block_origin=origin)
     assert blockwise.chances(batch, spec, "uniform") is None
@@ -164,7 +143,7 @@ def test_chances_in_numbers(origin):
 @pytest.mark.parametrize("order", ["length", "rising", "falling"])
 @pytest.mark.parametrize("draws", [1, 4])
 @pytest.mark.parametrize("factor", ["mean", "sum"])
-def test_block_distributions_are_followed_and_undone(order, draws, factor):
+def test_block_distributions_are_followed_and_undone(order, draws, factor, batch_of, sums):
     """Blocks of 4, 4, 4 and 2 tokens: every block comes as often as rho says (4.5 standard errors),
     and rho x weight is the same for all, 1/M or 1. The draws of a visit share the block."""
     size = 2000
@@ -186,7 +165,7 @@ def test_block_distributions_are_followed_and_undone(order, draws, factor):
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.3, 0.8), (0.125, 1.0), (0.5, 0.5)])
-def test_rates_stay_in_their_band(low, high):
+def test_rates_stay_in_their_band(low, high, batch_of):
     """LLaDA2's band 0.3 to 0.8; 1/B and more, so that one mask is expected."""
     spec = MaskSpec(8, MASK, seed=4, low=low, high=high, empty="skip")
     batch = batch_of([(2, 8)] * 4000, visit=range(4000))
