@@ -52,11 +52,10 @@ def dots(plt, finished):
     figure, axes = plt.subplots(1, len(names), figsize=size, squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         trained = [v for row in rows if row.flops for v in row.values(name) or ()]
-        room = 0.5 * (max(trained) - min(trained)) + 1e-9
         for place, row in enumerate(rows):
             if (values := row.values(name)) is None:
                 continue
-            if not min(trained) - room <= values[0] <= max(trained) + room:
+            if far_off(values[0], trained):
                 edge, side = (0.98, "right") if values[0] > max(trained) else (0.02, "left")
                 at = axis.get_yaxis_transform()
                 axis.text(edge, place, f"{values[0]:.3f}", transform=at, ha=side, va="center")
@@ -68,6 +67,20 @@ def dots(plt, finished):
         axis.set_xlabel(axis_label(name))
         axis.grid(axis="x", alpha=0.3)
     return figure
+
+
+def far_off(value: float, trained: list[float]) -> bool:
+    """Drawn to scale it would press the trained arms' values together."""
+    room = 0.5 * (max(trained) - min(trained)) + 1e-9
+    return not min(trained) - room <= value <= max(trained) + room
+
+
+def base_line(axis, base: float, rows, name: str) -> None:
+    """The untouched base as a dashed line, or as a number in the legend if it lies far off."""
+    if far_off(base, [v for row in rows for v in row.values(name)]):
+        axis.plot([], [], ls="--", color="0.5", label=f"base: {base:.3f}, off the axis")
+    else:
+        axis.axhline(base, ls="--", color="0.5", label="base")
 
 
 def heat_maps(plt, finished):
@@ -101,7 +114,7 @@ def outline() -> list:
 
 
 def shares(plt, finished):
-    """A measure against the share of noise; the base is a dashed line."""
+    """A measure against the share of noise."""
     names = shown_measures(finished)
     figure, axes = plt.subplots(
         1, len(names), figsize=(4.6 * len(names), 3.4), squeeze=False, layout="constrained"
@@ -110,7 +123,7 @@ def shares(plt, finished):
     at = [float(row.name.rstrip("%")) for row in rest]
     for axis, name in zip(axes[0], names, strict=True):
         series(axis, at, [row.values(name) for row in rest], "trained")
-        axis.axhline(base.values(name)[0], ls="--", color="0.5", label="base")
+        base_line(axis, base.values(name)[0], rest, name)
         axis.set(xlabel=f"{finished.plan.name}, %", ylabel=axis_label(name))
         axis.legend()
     return figure
@@ -131,7 +144,7 @@ def traversals(plt, finished):
         for label, members in groups.items():
             taus, rows = zip(*sorted(members, key=lambda m: m[0]), strict=True)
             series(axis, taus, [row.values(name) for row in rows], label)
-        axis.axhline(base.values(name)[0], ls="--", color="0.5", label="base")
+        base_line(axis, base.values(name)[0], rest, name)
         axis.set(xlabel="traversals", ylabel=axis_label(name), xticks=sorted({1, 2, 3}))
         axis.legend(fontsize=8)
     return figure
