@@ -12,7 +12,7 @@ from scipy import stats as scipy_stats
 from bwsft import config as c
 from bwsft import presets
 from bwsft.cli import main
-from bwsft.experiments import cells, estimate, measures, plans, results, scales
+from bwsft.experiments import cells, estimate, measures, plans, report, results, scales
 from bwsft.experiments import statistics as st
 from bwsft.experiments.runner import Meters, check_exam, settle
 
@@ -127,6 +127,16 @@ def test_claims_are_judged_pair_by_pair():
     assert second.found.mean == pytest.approx(statistics.fmean([0.2, 0.1, 0.14]))
     assert second.verdict in ("undecided", "opposite")
     assert rows[1].values("curve@100") == [0.5] * 3 and rows[1].values("solved@10") is None
+
+
+def test_a_page_names_data_without_the_way_there():
+    scale = scales.gsm8k()
+    base = dataclasses.replace(scale.base, data="/home/somebody/sets/gsm8k/train.jsonl")
+    finished = report.Finished(
+        plans.PLANS["dynamics"](scale), dataclasses.replace(scale, base=base), [0], measures.Exam(), []
+    )
+    found = report.settings(finished)
+    assert "on gsm8k/train.jsonl, 1 seeds" in found and "somebody" not in found
 
 
 def test_exam_halves_share_no_numbers():

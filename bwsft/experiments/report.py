@@ -65,7 +65,8 @@ def settings(finished: Finished) -> str:
     """One paragraph with everything that all arms share."""
     base, exam = finished.scale.base, finished.exam
     model = base.model or "the embedded base"
-    data = base.data or "generated word problems"
+    # Of a path its end says enough, and no more of it belongs on a page that is passed on.
+    data = "/".join(Path(base.data).parts[-2:]) if base.data else "generated word problems"
     found = versions()
     made = " ".join(f"{k} {found[k]}" for k in ("bwsft", "torch", "transformers") if k in found)
     return (
