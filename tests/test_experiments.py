@@ -132,9 +132,8 @@ def test_claims_are_judged_pair_by_pair():
 def test_a_page_names_data_without_the_way_there():
     scale = scales.gsm8k()
     base = dataclasses.replace(scale.base, data="/home/somebody/sets/gsm8k/train.jsonl")
-    finished = report.Finished(
-        plans.PLANS["dynamics"](scale), dataclasses.replace(scale, base=base), [0], measures.Exam(), []
-    )
+    plan, scale = plans.PLANS["dynamics"](scale), dataclasses.replace(scale, base=base)
+    finished = report.Finished(plan, scale, [0], measures.Exam(), [])
     found = report.settings(finished)
     assert "on gsm8k/train.jsonl, 1 seeds" in found and "somebody" not in found
 
