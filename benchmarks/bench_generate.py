@@ -8,6 +8,10 @@ token a step, and the rest is given: a step costs what it costs in a whole decod
 for all of them. Random weights are never sure of a token, so there `threshold` shows what the rule
 costs, not what it saves: the last table decodes word problems with the embedded trained model. The
 gate: `exact` commits the tokens of the published loop. Early exit is off.
+
+`--variants` knows the related work's rules too (docs/decoders.md). They must first agree with a
+simpler rule where they reduce to it. `apd` takes a random verifier: its cost is real, its agreement
+is not.
 """
 
 import argparse
@@ -19,11 +23,14 @@ import output
 import shapes
 import torch
 from decodes import (
+    EVERY,
     VARIANTS,
-    context_of,
     decode,
+    decode_by,
+    facts,
     hollow_flops,
     make_problem,
+    planned,
     step_of,
     trained_problem,
 )
@@ -61,8 +68,9 @@ def measure(args, device, problem, flops=None) -> list[harness.Result]:
     return list(results.values())
 
 
-def gate(device) -> None:
-    """SystemExit unless `exact` commits what the published loop does, at a small size in fp32."""
+def gate(device, variants=()) -> None:
+    """SystemExit unless `exact` commits what the published loop does, and each of the related
+    work's rules what a simpler rule does where it must; at a small size in fp32."""
     model = models.random_backbone("tiny", torch.float32, device)
     problem = make_problem(model, (16, 32, 2), 8, 2)
     truth, own = (decode(problem, name).tokens.cpu() for name in ("naive", "exact"))
@@ -70,6 +78,12 @@ def gate(device) -> None:
         share = float((truth == own).float().mean())
         raise SystemExit(f"the check failed: exact agrees with the published decoder on {share:.0%}"
                          " of the tokens; nothing was timed")
+    for name in variants:
+        if pair := facts(problem, name):
+            own, simpler = (decode_by(problem, options).tokens for options in pair)
+            if not torch.equal(own, simpler):
+                raise SystemExit(f"the check failed: {name} with {pair[0]} commits other tokens "
+                                 f"than with {pair[1]}; nothing was timed")
 
 
 def run_point(args, device, model, shape):
@@ -79,7 +93,7 @@ def run_point(args, device, model, shape):
     grid = (args.block, settings["blocks"])
 
     def flops(name):
-        return hollow_flops(args.size, shape, *grid, context_of(name))
+        return hollow_flops(args.size, shape, *grid, planned(name))
 
     if args.count_only:
         results = [harness.Result(name, flops=flops(name)) for name in args.variants]
@@ -98,7 +112,7 @@ def parse(argv=None) -> argparse.Namespace:
                         help="prompt 128, 1024 x gen 128, 512 x batch 1, 8")
     parser.add_argument("--block", type=int, help="default: 32, or 16 if quick on a CPU")
     parser.add_argument("--blocks", type=int, default=1, help="blocks to decode; 0: all")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=EVERY, default=list(VARIANTS))
     parser.add_argument("--count-only", action="store_true", help="FLOPs alone, of hollow weights")
     harness.add_arguments(parser)
     args = harness.parse(parser, argv, __file__)
@@ -110,7 +124,7 @@ def parse(argv=None) -> argparse.Namespace:
 def main(argv=None) -> None:
     args, device = parse(argv), harness.this_device()
     peak, model = harness.peak_of(device), None
-    gate(device)
+    gate(device, args.variants)
     if not args.count_only:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = models.random_backbone(args.size, dtype, device)

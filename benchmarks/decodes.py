@@ -7,13 +7,16 @@ import harness
 import models
 import shapes
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bwsft.backbones.base import Backbone
+from bwsft.backbones.verifier import Verifier, new_verifier
 from bwsft.canvas import Canvas
 from bwsft.decode_context import DecodeContext
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import decoding, denoise, generate
 from bwsft.request import make_rows
+from bwsft.rule_options import DYNAMIC_RULES
 
 VARIANTS = {
     "naive": None,
@@ -24,6 +27,15 @@ VARIANTS = {
     "threshold": dict(context="exact", rule="threshold"),
     "cached_threshold": dict(context="cached", rule="threshold"),
 }
+# The related work's rules, on request.
+RELATED = {
+    "first_hitting": dict(context="exact", rule="first_hitting"),
+    "routed": dict(context="exact", rule="routed", revise="uncond"),
+    "rcr": dict(context="exact", rule="rcr"),
+    "edit": dict(context="exact", rule="edit"),
+    "apd": dict(context="exact", rule="apd"),
+}
+EVERY = VARIANTS | RELATED
 
 
 @dataclass
@@ -39,6 +51,23 @@ class Problem:
     def wanted(self) -> int:
         """Open tokens of every response."""
         return sum(token is None for token in self.canvases[0])
+
+    @functools.cached_property
+    def verifier(self) -> Verifier:
+        """A random Llama of a quarter of the model's width and half of its layers: 1/32 of the
+        layers' FLOPs for a token, and 1/4 of the head's."""
+        core, family = self.model.base_model.config, self.model.family
+        heads = max(1, core.n_heads // 4)
+        config = LlamaConfig(
+            hidden_size=heads * (core.d_model // core.n_heads), num_attention_heads=heads,
+            intermediate_size=core.mlp_hidden_size // 4, vocab_size=family.vocab_size,
+            num_hidden_layers=max(1, core.n_layers // 2),
+            max_position_embeddings=family.max_positions,
+        )  # fmt: skip
+        weight = self.model.head()[0]
+        with torch.random.fork_rng(), torch.device(weight.device):
+            torch.manual_seed(0)
+            return new_verifier(LlamaForCausalLM(config).to(weight.dtype))
 
     def config(self, options: dict) -> DecodeConfig:
         return DecodeConfig(
@@ -112,17 +141,36 @@ def published_step(model, ids, stop: int) -> None:
 
 
 def decode(problem: Problem, name: str) -> Decoded:
-    if VARIANTS[name] is None:
-        return published(problem)
-    config = problem.config(VARIANTS[name])
+    return published(problem) if EVERY[name] is None else decode_by(problem, EVERY[name])
+
+
+def decode_by(problem: Problem, options: dict) -> Decoded:
+    """Decode with these options of DecodeConfig."""
+    config = problem.config(options)
+    asks = config.rule == "apd" and config.option("mixture") < 1
     found = generate(
-        problem.model, problem.prompts, config, canvases=problem.canvases, trace=True
-    )
+        problem.model, problem.prompts, config, canvases=problem.canvases, trace=True,
+        verifier=problem.verifier if asks else None,
+    )  # fmt: skip
     tokens = torch.full((len(found), problem.wanted), -1)
     for row, result in enumerate(found):
-        for commit in result.trace:
+        for commit in result.trace:  # a later one replaces an earlier one
             tokens[row, commit.position] = commit.token
     return Decoded(tokens, max(r.passes for r in found), max(r.steps for r in found))
+
+
+def facts(problem: Problem, name: str) -> tuple[dict, dict] | None:
+    """Two sets of options under which a rule must commit the same tokens: its own, and those of a
+    simpler rule. With a step for each block a rule has nothing to choose but the tokens."""
+    blocks = len(problem.canvases[0]) // problem.block
+    whole = {"steps": blocks}
+    return {
+        "first_hitting": ({"rule": "first_hitting", **whole}, whole),
+        "routed": ({"rule": "routed", "revise": "never"}, {}),
+        "rcr": ({"rule": "rcr", **whole}, whole),
+        "edit": ({"rule": "edit", "edit_threshold": 1.0}, {"rule": "threshold"}),
+        "apd": ({"rule": "apd", "mixture": 1.0, "lookahead": problem.block}, whole),
+    }.get(name)
 
 
 def step_of(problem: Problem, name: str, found: dict):
@@ -136,11 +184,11 @@ def step_of(problem: Problem, name: str, found: dict):
 
 
 @torch.no_grad()
-def hollow_step(problem: Problem, context: str | None):
-    """One row of the batch with weights that are hollow, by a context mode or (None) the published
-    loop. Nothing can be read back: a token a step."""
+def hollow_step(problem: Problem, options: tuple | None):
+    """One row of the batch with weights that are hollow, by options of DecodeConfig as pairs, or
+    (None) the published loop. Nothing can be read back: a token a step."""
     row = replace(problem, prompts=problem.prompts[:1], canvases=problem.canvases[:1])
-    if context is None:
+    if options is None:
         mask = row.model.family.mask_id
         ids = [mask if token is None else token for token in row.canvases[0]]
         ids = torch.tensor([row.prompts[0] + ids])
@@ -148,7 +196,7 @@ def hollow_step(problem: Problem, context: str | None):
             row.model.model(input_ids=ids)
         yield "decode"
         return
-    config, weight = row.config({"context": context}), row.model.head()[0]
+    config, weight = row.config(dict(options)), row.model.head()[0]
     rows = make_rows(row.prompts, row.canvases, [0], row.model.family, config)
     canvas = Canvas.begin(rows, row.model.family, weight)
     with decoding(row.model, weight):
@@ -162,14 +210,14 @@ def hollow_step(problem: Problem, context: str | None):
 
 @functools.cache
 def hollow_flops(
-    size: str, shape: tuple[int, int, int], block: int, blocks: int, context: str | None
+    size: str, shape: tuple[int, int, int], block: int, blocks: int, options: tuple | None
 ) -> int:
     """FLOPs of a decoding, counted on one row without values; all layers but the last cost the
     same, so two and three layers tell the cost of any number."""
     two, three = (
         harness.count_flops(
             lambda n=n: hollow_step(
-                make_problem(models.hollow_backbone(size, n), shape, block, blocks), context
+                make_problem(models.hollow_backbone(size, n), shape, block, blocks), options
             )
         )
         for n in (2, 3)
@@ -177,6 +225,11 @@ def hollow_flops(
     return shape[2] * (two + (shapes.SIZES[size]["n_layers"] - 2) * (three - two))
 
 
-def context_of(name: str) -> str | None:
-    """The context mode of a variant; None: the published loop."""
-    return VARIANTS[name] and VARIANTS[name]["context"]
+def planned(name: str) -> tuple | None:
+    """A variant's options as pairs, to be counted: those of a rule whose steps are known
+    beforehand, else its context alone. None: the published loop."""
+    options = EVERY[name]
+    if options is None:
+        return None
+    dynamic = options.get("rule") in DYNAMIC_RULES
+    return tuple((k, v) for k, v in options.items() if k == "context" or not dynamic)

@@ -17,6 +17,7 @@ MEASURES = (
 def draw(content: dict, path: str) -> None:
     """Draw a result file's content to `path`."""
     points = [(p["settings"], [Result(**r) for r in p["results"]]) for p in content["points"]]
+    points = [point for point in points if any(r.median_s for r in point[1])]
     head = content["header"]
     varying = sweeps(points)
     figure = _lines(points, varying) if varying else _bars(points)

@@ -50,6 +50,7 @@ PARTS = [
     Part("generate", "bench_generate.py", "--size 8b --quick", 90,
          ("--size 8b --quick --count-only", TINY)),
     Part("tiles", "tile_search.py", "--seconds 50", 70, ("--dry",)),
+    Part("operators", "bench_operators.py", "--quick", 45, ("--count-only",)),
     Part("mask", "bench_mask.py", "--quick", 40,
          ("--sequences 4 --lengths 64 --rounds 2 --no-memory",)),
     Part("loss_sweep", "bench_loss.py", "--quick --sweep --variants naive fused", 90, ()),

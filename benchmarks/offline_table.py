@@ -2,8 +2,8 @@
 
 python benchmarks/offline_table.py [--write FOLDER] prints registers, spills, shared memory, CTAs
 per SM, matrix instruction and load width of each kernel, and fails if one spills or doesn't fit.
-The launchers themselves run, on empty CPU tensors of LLaDA-8B's shape, so what is compiled is what
-a GPU would get; only the launch is left out. tests/test_compile_offline.py asserts on the rows.
+The launchers themselves run (offline_cases.py), so what is compiled is what a GPU would get; only
+the launch is left out. tests/test_compile_offline.py asserts on the rows.
 """
 
 import argparse
@@ -15,28 +15,16 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 import triton
-from bwsft_kernels import (
-    _block_mask_triton,
-    _cross_entropy_rows_triton,
-    _grad_input_triton,
-    _head_loss_triton,
-    _head_stats_triton,
-    _tuning,
-)
-from bwsft_kernels._mask_types import MaskInputs, MaskSpec
-from bwsft_kernels.linear_argmax import ArgmaxOptions
+from bwsft_kernels import _tuning
+from offline_cases import D, V, cases
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
-
-V, D = 126_464, 4096  # LLaDA-8B
-SEQUENCES, LENGTH = 32, 256
 
 
 @dataclass(frozen=True)
@@ -161,80 +149,10 @@ def inspect(kernel, arch: int, variant: str, tile: str) -> Row:
     )
 
 
-def _mask(full: bool):
-    count = torch.full((SEQUENCES,), LENGTH // 2)
-    weights = torch.ones(SEQUENCES, 8, dtype=torch.int64) if full else None
-    inputs = MaskInputs(
-        torch.empty(SEQUENCES * LENGTH, dtype=torch.int64), count, count, count, count, count,
-        count, None, weights,
-    )
-    more = dict(pairs=True, prefix_noise=0.1, suffix_leak=0.1, block_origin="absolute")
-    spec = MaskSpec(block_size=32, mask_id=V - 1, seed=1 << 40, **(more if full else {}))
-    _block_mask_triton.block_mask_triton(inputs, spec)
-
-
-def _rows(dtype, full: bool):
-    options = (0.1, 30.0, V - 1) if full else (0.0, None, None)
-    logits, target = torch.empty(512, V, dtype=dtype), torch.zeros(512, dtype=torch.int64)
-    _cross_entropy_rows_triton.cross_entropy_rows_(logits, target, torch.empty(512), *options, True)
-
-
-def _grad_input(dtype, rows: int, full: bool):
-    assert full
-    head = torch.empty(V, D, dtype=dtype)
-    _grad_input_triton.grad_input(torch.empty(rows, V, dtype=dtype), head)
-
-
-def _loss(dtype, rows: int, full: bool):
-    x, head = torch.empty(rows, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
-    options = (0.1, 30.0, V - 1) if full else (0.0, None, None)
-    bias = torch.empty(V, dtype=dtype) if full else None
-    target = torch.zeros(rows, dtype=torch.int64)
-    _head_loss_triton.head_loss(x, head, bias, target, *options)
-
-
-def _stats(dtype, rows: int, full: bool, noise: bool):
-    x, head = torch.empty(rows, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
-    options = ArgmaxOptions(
-        banned=(126_081,) if full else (),
-        hidden_id=V - 128,
-        temperature=float(noise),
-        entropy=full,
-        margin=full,
-        softcap=30.0 if full else None,
-        round_bf16=full,
-    )
-    key = torch.zeros(5, rows, dtype=torch.int64) if noise else None
-    bias = torch.empty(V, dtype=dtype) if full else None
-    _head_stats_triton.head_argmax(x, head, bias, options, key)
-
-
-def cases(arch: int, dtype=torch.bfloat16):
-    """(name, variant, tile, launch) of everything shipped for `arch`."""
-    for full in (False, True):
-        variant = "all options" if full else "plain"
-        if dtype == torch.bfloat16:
-            yield "block_mask", variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
-        block = f"{_cross_entropy_rows_triton.BLOCK_V} columns"
-        yield "cross_entropy_rows", variant, block, partial(_rows, dtype, full)
-        launches = {
-            "loss": _loss,
-            "stats": partial(_stats, noise=False),
-            "noise": partial(_stats, noise=True),
-        }
-        if full:
-            launches["grad_input"] = _grad_input
-        for name, launch in launches.items():
-            for most, tile in _tuning.TABLE[name, CHIPS[arch].table, dtype.itemsize]:
-                shape = f"{tile.rows}x{tile.cols}x{tile.depth}"
-                rows = min(most, 512) - 3  # not a multiple of 16, as real row counts
-                yield name, variant, shape, partial(launch, dtype, rows, full=full)
-
-
 def build(arch: int, dtype=torch.bfloat16) -> list[Row]:
     kind = "" if dtype == torch.bfloat16 else f", {str(dtype)[6:]}"  # torch.float32
     rows = []
-    for name, variant, tile, launch in cases(arch, dtype):
+    for name, variant, tile, launch in cases(CHIPS[arch].table, dtype):
         variant = f"noise, {variant}" if name == "noise" else variant
         kernels = compile_launch(launch, arch)
         shapes = [tile] + ["-"] * (len(kernels) - 1)  # a second kernel merges the parts

@@ -18,6 +18,7 @@ TITLES = {
     "mask": "Masks",
     "step": "Training step",
     "generate": "Decoding",
+    "operators": "Launched operators",
     "gpu_suite": "GPU suite",
 }
 INTRODUCTION = """# Results

@@ -1,6 +1,6 @@
 """The rows that are being decoded, packed, with what the host knows of each of them.
 
-T packed tokens, S rows, G gen_length, P steps.
+T packed tokens, S rows, G gen_length, P steps, B slots of an active block, N of them for the head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bwsft.backbones.base import Family
 from bwsft.context import Span
-from bwsft.decoding import PlannedStep, final_rows
+from bwsft.decoding import DecodeConfig, PlannedStep, final_rows
 
 
 def upload(values: Sequence, device: torch.device) -> Tensor:
@@ -37,14 +37,19 @@ class Row:
     def length(self) -> int:
         return len(self.prompt) + len(self.response)
 
-    def following(self, turn: PlannedStep, step: int, committed: int | None) -> PlannedStep | None:
-        """The row's step number `step`, after `turn`; None if nothing is left. `committed`: what
-        `turn` committed, where only the device knew (a dynamic rule)."""
+    def following(
+        self, turn: PlannedStep, step: int, committed: int | None, edited: bool = False
+    ) -> PlannedStep | None:
+        """The row's step number `step`, after `turn`; None if nothing is left. Where only the
+        device knew (a dynamic rule): how many [MASK]s `turn` filled, and whether it replaced a
+        token."""
         if committed is None:
             return self.plan[step] if step < len(self.plan) else None
-        if committed < turn.masked:
-            left = turn.masked - committed
-            return dataclasses.replace(turn, masked=left, number=turn.number + 1)
+        left, number = turn.masked - committed, turn.number + 1
+        if left:
+            return dataclasses.replace(turn, masked=left, number=number)
+        if turn.spare and (edited or turn.masked):
+            return dataclasses.replace(turn, masked=0, number=number, spare=turn.spare - 1)
         return next((later for later in self.plan if later.start > turn.start), None)
 
 
@@ -55,6 +60,26 @@ class Packed(NamedTuple):
     position_ids: Tensor  # [T]
     cu_seqlens: Tensor  # [S + 1] int32
     max_length: int
+
+
+@dataclass(frozen=True)
+class Active:
+    """The active blocks of a step. A short block repeats its last position."""
+
+    turns: list[PlannedStep]
+    block: Span
+    quota: Tensor | None  # [S], see PlannedStep; None: a dynamic rule
+    flat: Tensor  # [S, B] places in the packed canvas
+    masked: Tensor  # [S, B] bool, without repeats
+    asked: Tensor  # [S, B] bool: slots that meet the head
+    slots: Tensor  # [N] of them in the flattened blocks
+    rows: Tensor  # [N] and in the packed canvas
+    key: tuple[Tensor, Tensor, Tensor]  # request, step and position [N], which noise depends on
+
+    def rectangle(self, values: Tensor, none: float = -torch.inf) -> Tensor:
+        """Values [N] in their slots [S, B]."""
+        empty = values.new_full((self.masked.numel(),), none)
+        return empty.index_copy_(0, self.slots, values).view_as(self.masked)
 
 
 @dataclass(frozen=True)
@@ -119,6 +144,27 @@ class Canvas:
             bounds = upload([(turn.start, turn.stop) for turn in turns], self.ids.device)
             (start, stop), quota = bounds.unbind(1), None
         return Span(start, stop - start, width, even=min(sizes) == width), quota
+
+    def look(self, turns: list[PlannedStep], step: int, config: DecodeConfig) -> Active:
+        """The active blocks before a step. Reads nothing back from the device: the host knows how
+        many slots are asked for."""
+        block, quota = self.active(turns, step)
+        flat = block.flat(self.cu_seqlens)
+        masked = self.ids[flat] == self.family.mask_id
+        asked = masked
+        if config.revising:  # what was committed counts too, and what was given does not
+            asked = masked | (self.committed_at[flat] >= 0)
+        if not block.even:
+            masked = masked & ~block.repeats()
+            asked = asked & ~block.repeats() if config.revising else masked
+        size = sum(turn.asked for turn in turns)
+        slots = asked.flatten().nonzero_static(size=size).squeeze(1)
+        rows = flat.flatten()[slots]
+        # A window of apd slides: what a position draws must not depend on when it is drafted.
+        noise_step = torch.full_like(rows, 0 if config.rule == "apd" else step)
+        position = block.positions().flatten()[slots]
+        key = (self.requests[slots // block.width], noise_step, position)
+        return Active(turns, block, quota, flat, masked, asked, slots, rows, key)
 
     def view(self, rows: Sequence[int], lengths: Sequence[int]) -> Packed:
         """The first `lengths` positions of these rows."""

@@ -50,7 +50,7 @@ class LoraConfig:
     dropout: float = 0.05
     """Dropout on the adapter's input."""
     targets: Literal["all", "released"] = "all"
-    """All seven matrices of every block, or the four that the released code's list hits."""
+    """All matrices of every block, or those that the released code's list hits."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,10 @@ class Config:
     random one of that vocabulary (its shape: --init.*)."""
     tokenizer: str | None = None
     """Tokenizer folder or Hub id; default: the model's own."""
+    mask_token: str | None = None
+    """[MASK] of a model that has none (Qwen, Llama, ...): a special token, or a new one."""
+    logit_shift: Literal[0, 1] | None = None
+    """Of such a model: 1 if a row predicts the next token, 0 if its own."""
     out: str | None = None
     """Run folder; default runs/PRESET-seedN. It must not exist."""
     resume: str | None = None

@@ -59,6 +59,11 @@ class Span:
         offset = rows - cu_seqlens[owner] - self.start[owner]
         return owner * self.width + offset.clamp(0, self.width - 1)
 
+    def places_of(self, part: Span) -> Tensor:
+        """Places [S, W'] in the flattened rectangle [S * W] of a span that lies in this one."""
+        first = torch.arange(len(self.start), device=self.start.device)[:, None] * self.width
+        return first + part.positions() - self.start[:, None]
+
     def shifted(self, shift: int) -> Span:
         """The rows that predict the tokens of this span under a logit shift."""
         return self if shift == 0 else replace(self, start=self.start - shift)

@@ -16,8 +16,9 @@ import numpy as np
 from tqdm import tqdm
 
 from bwsft import records, strict_json, templates, token_cache
+from bwsft.mask_token import add_mask_token, mask_id_for
 from bwsft.packing import Batch, CanvasLayout, Example, order, pack, slots, split_holdout
-from bwsft.templates import Template, load_tokenizer, mask_id_for
+from bwsft.templates import Template, load_tokenizer
 
 __all__ = [
     "Batch",
@@ -26,6 +27,7 @@ __all__ = [
     "Example",
     "Template",
     "TokenizedSet",
+    "add_mask_token",
     "load_set",
     "load_tokenizer",
     "mask_id_for",

@@ -5,7 +5,9 @@ cached        on entering a block one pass over the whole canvas, which is its f
               and stores all keys and values; then the active rows run alone against those
 prefix        as cached, but the suffix is recomputed with the active rows
 block_causal  the prompt runs once; a block sees the prompt, the blocks before it and itself; when
-              it is finished, one pass with its final tokens stores its keys and values
+              it is finished, one pass with its final tokens stores its keys and values. In a
+              block-causal family the prompt has blocks too: its tail, which shares the first
+              block of the response, runs with that block
 
 S rows, T packed tokens, W width of the active blocks, D hidden size.
 """
@@ -16,11 +18,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from bwsft.backbones.base import Backbone
 from bwsft.canvas import Canvas, Packed, upload
 from bwsft.context import ContextCache, Span
 from bwsft.decoding import DecodeConfig, PlannedStep, block_bounds
+from bwsft.modes import PAD, block_causal_mask, grid_numbers
 
 
 @dataclass
@@ -60,8 +64,7 @@ class DecodeContext:
             if not self.blocks:
                 self.prefill(canvas)
             self.store_finished(canvas, turns)
-            everyone, stops = list(range(len(turns))), [turn.stop for turn in turns]
-            return self.active_pass(canvas, everyone, block, stops)
+            return self.block_pass(canvas, turns, block)
         every, lengths = self.config.refresh, self.lengths(canvas, turns)
         entering = [t.number == 0 or bool(every) and t.number % every == 0 for t in turns]
         parts = []
@@ -114,6 +117,17 @@ class DecodeContext:
         cache, block = self.part(rows, block)
         return self.span_pass(canvas, rows, block, cache, visible)
 
+    def block_pass(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
+        """block_causal: the active blocks see what is stored and themselves, of the first one also
+        the prompt's tail."""
+        everyone, stops = list(range(len(turns))), [turn.stop for turn in turns]
+        sizes = [stop - stored for stop, stored in zip(stops, self.stored, strict=True)]
+        if sizes == [turn.stop - turn.start for turn in turns]:
+            return self.active_pass(canvas, everyone, block, stops)
+        bounds = upload([*zip(self.stored, sizes, strict=True)], block.start.device)
+        span = Span(*bounds.unbind(1), max(sizes), even=min(sizes) == max(sizes))
+        return self.span_pass(canvas, everyone, span, self.cache, stops, span.places_of(block))
+
     def suffix_pass(
         self,
         canvas: Canvas,
@@ -127,9 +141,7 @@ class DecodeContext:
         sizes = [lengths[i] - turns[i].start for i in rows]
         stop = upload([lengths[i] for i in rows], block.start.device)
         span = Span(block.start, stop - block.start, max(sizes), even=min(sizes) == max(sizes))
-        first = torch.arange(len(rows), device=stop.device)[:, None] * span.width
-        wanted = first + block.positions() - block.start[:, None]
-        return self.span_pass(canvas, rows, span, cache, lengths, wanted)
+        return self.span_pass(canvas, rows, span, cache, lengths, span.places_of(block))
 
     def span_pass(
         self,
@@ -167,20 +179,36 @@ class DecodeContext:
             self.passes[i] += passes
 
     def prefill(self, canvas: Canvas) -> None:
-        """block_causal: store the prompts, each bidirectional in itself, as in training."""
-        origin = self.model.family.block_origin
+        """block_causal: store the prompts, each bidirectional in itself, as in training; of a
+        block-causal family their whole blocks, which see no later ones."""
+        family, size = self.model.family, self.config.block_size
         self.stored = [len(row.prompt) for row in canvas.rows]
-        self.blocks = [dict(block_bounds(n, self.config, origin)) for n in self.stored]
-        if rows := [i for i, n in enumerate(self.stored) if n]:
-            self.count(rows)
-            view = canvas.view(rows, [self.stored[i] for i in rows])
+        bounds = [block_bounds(n, self.config, family.block_origin) for n in self.stored]
+        if family.attention == "block_causal":
+            self.stored = [n - n % size for n in self.stored]
+        self.blocks = [
+            {start: first[0][1], **dict(first[1:])}
+            for start, first in zip(self.stored, bounds, strict=True)
+        ]
+        if not (rows := [i for i, n in enumerate(self.stored) if n]):
+            return
+        self.count(rows)
+        view = canvas.view(rows, [self.stored[i] for i in rows])
+        if family.attention == "block_causal":
+            numbers = [grid_numbers(self.stored[i], size) for i in rows]
+            padded = pad_sequence(numbers, batch_first=True, padding_value=PAD)
+            mask = block_causal_mask(padded.to(view.ids.device))
+            self.model.fill(view, self.cache_of(rows), mask=mask)
+        else:
             last = view.cu_seqlens[1:, None].long() - 1  # what comes out is not used
             self.model.fill(view, self.cache_of(rows), last)
 
     def store_finished(self, canvas: Canvas, turns: list[PlannedStep]) -> None:
         """block_causal: store the blocks before the active ones, with their final tokens."""
-        while rows := [i for i, turn in enumerate(turns) if self.stored[i] < turn.start]:
-            stops = [blocks.get(n, n) for blocks, n in zip(self.blocks, self.stored, strict=True)]
+        while True:
+            stops = [blocks[n] for blocks, n in zip(self.blocks, self.stored, strict=True)]
+            if not (rows := [i for i, turn in enumerate(turns) if stops[i] <= turn.start]):
+                return
             sizes = [stops[i] - self.stored[i] for i in rows]
             bounds = upload([(self.stored[i], stops[i]) for i in rows], canvas.ids.device)
             start, stop = bounds.unbind(1)

@@ -9,18 +9,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tqdm import tqdm
 
 from bwsft import presets
-from bwsft.decoding import DecodeConfig
+from bwsft.decoding import DecodeConfig, Rule
 from bwsft.evaluate import Decode, Decoded
 from bwsft.generate import Generation, decode_stream
 from bwsft.models import Trained, load_trained
 from bwsft.request import check_request
-from bwsft.templates import Template
+from bwsft.templates import Template, load_tokenizer
+
+if TYPE_CHECKING:  # it needs transformers, and most rules do without
+    from bwsft.backbones.verifier import Verifier
 
 FROM_TRAINING = ("gen_length", "block_size", "context")
 NEED_CONTEXT = ("refresh", "cfg_scale", "suffix")
@@ -43,15 +46,36 @@ class DecoderOptions:
     refresh: int = 0
     """Recompute the context of a block every so many steps (cached, prefix); 0: on entering it."""
     steps: int | None = None
-    """Denoising steps for the whole canvas; default: one per token. Rule quota."""
-    rule: Literal["quota", "threshold", "factor", "entropy"] = "quota"
-    """How many tokens a step commits: an even share, or all that the model is sure of."""
+    """Denoising steps for the whole canvas; default: one per token. Rules with planned steps."""
+    rule: Rule = "quota"
+    """Which tokens a step commits (docs/decoders.md): an even share, all that the model is sure
+    of, ..."""
     threshold: float | None = None
-    """Rule threshold: least confidence; default 0.9."""
+    """Rules threshold, edit: least confidence; default 0.9."""
     factor: float | None = None
     """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
     entropy_bound: float | None = None
     """Rule entropy: sum of the committed tokens' entropies in nats; default 0.35."""
+    clip: tuple[float, float] | None = None
+    """Rule first_hitting: mask rates that the model was trained with; default: one token a step."""
+    schedule: Literal["linear", "cosine"] | None = None
+    """Rule routed: share of [MASK]s after each step; default linear."""
+    revise: Literal["never", "cond", "uncond"] | None = None
+    """Rule routed: whether committed tokens may become [MASK] again; default never."""
+    order_noise: float | None = None
+    """Rule routed: Gumbel noise on the order of the tokens, times this; default 0."""
+    edit_threshold: float | None = None
+    """Rule edit: least confidence for replacing a token; default 0.9."""
+    post_steps: int | None = None
+    """Rule edit: most steps of a block after its last [MASK]; default 16."""
+    mixture: float | None = None
+    """Rule apd: weight R of the model's logits, the verifier has the rest; default 0.7."""
+    lookahead: int | None = None
+    """Rule apd: positions M that are drafted in a step; default 100."""
+    kv_window: int | None = None
+    """Rule apd: a step computes the last draft and W - 1 positions before it anew; default: all."""
+    verifier: str | None = None
+    """Rule apd: folder or Hub id of a causal LM with the model's vocabulary."""
     order: Literal["confidence", "margin", "entropy", "random", "left"] | None = None
     """Which tokens go first; default: confidence, under rule entropy entropy."""
     cfg_scale: float = 0.0
@@ -93,6 +117,7 @@ class Decoder:
     trained: Trained
     template: Template
     config: DecodeConfig
+    verifier: Verifier | None = None
 
     @classmethod
     def load(cls, model: str | None, options: DecoderOptions) -> Decoder:
@@ -106,8 +131,10 @@ class Decoder:
             settings.setdefault(name, training.get(name, getattr(DecodeConfig, name)))
         if hint := context_hint(training.get("context"), settings["context"]):
             print(hint, file=sys.stderr)
+        config = DecodeConfig(**settings)
+        verifier = options.verifier and load_verifier_for(trained, options.verifier)
         name = options.template or training.get("dataset", {}).get("template", "metamath")
-        return cls(trained, Template(trained.tokenizer, name), DecodeConfig(**settings))
+        return cls(trained, Template(trained.tokenizer, name), config, verifier)
 
     def encode(self, questions: list[str]) -> list[list[int]]:
         """Token ids of the prompts; ValueError for one that the model cannot take."""
@@ -122,9 +149,8 @@ class Decoder:
         """Decode the prompts behind the first `skip`, in order, with a progress bar. ValueError if
         the model produces NaN."""
         numbers = range(len(prompts))
-        found = decode_stream(
-            self.trained.backbone, prompts[skip:], self.config, trace=trace, requests=numbers[skip:]
-        )
+        options = {"trace": trace, "requests": numbers[skip:], "verifier": self.verifier}
+        found = decode_stream(self.trained.backbone, prompts[skip:], self.config, **options)
         options = {"total": len(prompts), "initial": skip, "disable": len(prompts) == 1}
         bar = tqdm(found, "decoding", unit=" prompts", smoothing=0, **options)
         try:
@@ -157,6 +183,8 @@ class Decoder:
             "dtype": str(self.trained.backbone.head()[0].dtype),
             "end_ids": self.trained.backbone.family.end_ids,
         }
+        if self.verifier:
+            settings["verifier"] = self.verifier.name
         del settings["batch_size"]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -169,9 +197,35 @@ def training_config(model: str | None, trained: Trained) -> dict:
     return dataclasses.asdict(presets.debug()) if model is None else {}
 
 
+def load_verifier_for(trained: Trained, path: str) -> Verifier:
+    """The causal LM in a folder or of a Hub id, in the model's dtype and on its device; ValueError
+    if its token ids mean other tokens."""
+    from bwsft.backbones.verifier import load_verifier
+
+    ours, theirs = trained.tokenizer, load_tokenizer(path).get_vocab()
+    added = ours.get_added_vocab()  # such as [MASK], which it need not know
+    words = [(number, token) for token, number in ours.get_vocab().items() if token not in added]
+    if other := [word for word in words if theirs.get(word[1]) != word[0]]:
+        number, token = min(other)
+        raise ValueError(
+            f"--verifier {path} has another vocabulary: {token!r} is {theirs.get(token)} there "
+            f"and {number} in the model's"
+        )
+    weight = trained.backbone.head()[0]
+    return load_verifier(path, dtype=weight.dtype, device=weight.device)
+
+
+def check_verifier_option(options: DecoderOptions) -> None:
+    if options.verifier and options.rule != "apd":
+        raise ValueError(f"--verifier belongs to rule apd, and the rule is {options.rule}")
+    if options.rule == "apd" and not options.verifier and options.mixture != 1:
+        raise ValueError("--rule apd needs --verifier DIR, a causal LM with the model's vocabulary")
+
+
 def chosen_settings(options: DecoderOptions) -> dict:
     """The fields of DecodeConfig that the options set; ValueError for those that can't be, found
     before a large model is read as far as no default comes from its training."""
+    check_verifier_option(options)
     names = {f.name for f in dataclasses.fields(DecodeConfig)}
     settings = {name: value for name, value in vars(options).items() if name in names}
     settings = {k: v for k, v in settings.items() if v is not None or k not in FROM_TRAINING}

@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-# Rule -> the field that holds its number, and the number if none is given. Sources: threshold and
-# factor, Fast-dLLM (arXiv:2505.22618); entropy, SDAR's bound with the full entropy.
-DYNAMIC_RULES = {
-    "threshold": ("threshold", 0.9),
-    "factor": ("factor", 1.0),
-    "entropy": ("entropy_bound", 0.35),
-}
+from bwsft.rule_options import BOUNDS, DYNAMIC_RULES, OPTIONS, Rule, check_rule
+from bwsft.schedules import hitting_shares, hitting_times, routed_shares
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,7 @@ class DecodeConfig:
     """Tokens in a block, B; it must divide gen_length."""
     steps: int | None = None
     """Denoising steps for the whole canvas, split evenly over its blocks; default: one per
-    token. Fewer steps commit several tokens at a time. Rule quota only."""
+    token. Fewer steps commit several tokens at a time. Rules quota, first_hitting, routed, rcr."""
     temperature: float = 0.0
     """0: the most probable token; above: Gumbel noise on the choice, never on the confidence."""
     seed: int = 0
@@ -41,20 +36,42 @@ class DecodeConfig:
     batch_size: int = 8
     """Prompts decoded together; no result depends on it."""
     poll: int = 1
-    """Steps between two looks at which rows are done, each of which waits for the device. Rule
-    quota; the others look in every step. No result depends on it."""
+    """Steps between two looks at which rows are done, each of which waits for the device. Rules
+    with planned steps; the dynamic ones look in every step, rcr and routed with revise at the end
+    of every block. No result depends on it."""
     context: Literal["exact", "cached", "prefix", "block_causal"] = "exact"
     """How the context of the active block is computed (bwsft/decode_context.py)."""
     refresh: int = 0
     """Recompute the context of a block every so many steps; 0: on entering it only."""
-    rule: Literal["quota", "threshold", "factor", "entropy"] = "quota"
-    """How many tokens a step commits (bwsft/rules.py): an even share, or as many as are sure."""
+    rule: Rule = "quota"
+    """Which tokens a step commits, docs/decoders.md: an even share, as many as are sure, ..."""
     threshold: float | None = None
-    """Rule threshold: tokens with a confidence above it; default 0.9."""
+    """Rules threshold and edit: tokens with a confidence above it; default 0.9."""
     factor: float | None = None
     """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
     entropy_bound: float | None = None
     """Rule entropy: in order of entropy, while their sum in nats is below it; default 0.35."""
+    clip: tuple[float, float] | None = None
+    """Rule first_hitting: times above the second share the block's first step, and those below the
+    first its last; for a model trained with such mask rates. Default: one token a step."""
+    schedule: Literal["linear", "cosine"] | None = None
+    """Rule routed: share of [MASK]s after each step; default linear."""
+    revise: Literal["never", "cond", "uncond"] | None = None
+    """Rule routed: low tokens of the block become [MASK] again, always or if the model still wants
+    the same and is less sure; default never."""
+    order_noise: float | None = None
+    """Rule routed: times Gumbel noise on the order, which fades with the [MASK]s; default 0."""
+    edit_threshold: float | None = None
+    """Rule edit: tokens are replaced by others with a confidence above it; default 0.9."""
+    post_steps: int | None = None
+    """Rule edit: most steps of a block after its last [MASK]; default 16."""
+    mixture: float | None = None
+    """Rule apd, R: weight of the model's logits, the verifier has the rest; default 0.7."""
+    lookahead: int | None = None
+    """Rule apd, M: positions that are drafted in a step; default 100."""
+    kv_window: int | None = None
+    """Rule apd, W: keys and values of the last step's draft and of W - 1 positions before it are
+    computed anew, older ones are frozen; default: all are computed anew."""
     order: Literal["confidence", "margin", "entropy", "random", "left"] | None = None
     """Which tokens go first; default: entropy under rule entropy, else confidence."""
     cfg_scale: float = 0.0
@@ -85,26 +102,8 @@ class DecodeConfig:
             raise ValueError(f"seed must lie in [0, 2^63), not {self.seed}")
         if not 0 <= self.min_length <= self.gen_length:
             raise ValueError(f"min_length must lie in [0, gen_length], not {self.min_length}")
-        self._check_rule()
+        check_rule(self)
         self._check_context()
-
-    def _check_rule(self) -> None:
-        if self.rule not in ("quota", *DYNAMIC_RULES):
-            raise ValueError(f"rule must be quota, {', '.join(DYNAMIC_RULES)}, not {self.rule!r}")
-        for rule, (name, _) in DYNAMIC_RULES.items():
-            value = getattr(self, name)
-            if value is not None and rule != self.rule:
-                raise ValueError(f"{name} belongs to rule {rule}, and the rule is {self.rule}")
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be 0 or positive, not {value}")
-        if self.dynamic and self.steps is not None:
-            raise ValueError(f"steps belongs to rule quota; rule {self.rule} takes what it needs")
-        orders = (None, "confidence", "margin", "entropy", "random", "left")
-        if self.order not in orders:
-            raise ValueError(f"order must be one of {', '.join(orders[1:])}, not {self.order!r}")
-        own = {"factor": "confidence", "entropy": "entropy"}.get(self.rule, self.order)
-        if self.order not in (None, own):
-            raise ValueError(f"rule {self.rule} goes by {own}: leave order out")
 
     def _check_context(self) -> None:
         modes = ("exact", "cached", "prefix", "block_causal")
@@ -140,11 +139,19 @@ class DecodeConfig:
         return self.rule in DYNAMIC_RULES
 
     @property
+    def revising(self) -> bool:
+        """Tokens of the active block may change until it is finished (bwsft/revising.py)."""
+        return self.rule in ("rcr", "edit") or self.revise in ("cond", "uncond")
+
+    def option(self, name: str) -> Any:
+        """An option of the rule: what was given, or the default."""
+        value = getattr(self, name)
+        return OPTIONS[name][1] if value is None else value
+
+    @property
     def bound(self) -> float:
         """The number of a dynamic rule."""
-        name, default = DYNAMIC_RULES[self.rule]
-        value = getattr(self, name)
-        return default if value is None else value
+        return self.option(BOUNDS[self.rule])
 
     @property
     def ordered_by(self) -> str:
@@ -162,9 +169,17 @@ class PlannedStep:
 
     start: int  # of the active block
     stop: int
-    masked: int  # [MASK]s of the active block before the step
-    quota: int  # tokens that it commits, at least 1; under a dynamic rule 0, for unknown
+    masked: int  # [MASK]s of the active block before the step (revise cond: at most)
+    quota: int  # tokens that it commits, at least 1; under a dynamic rule 0, for unknown; under a
+    # planned rule that revises the tokens that stand in the block after it
     number: int  # of the step in its block, from 0
+    open: int = 0  # slots of the block that a revising rule may change, 0 under other rules
+    spare: int = 0  # rule edit: steps that may follow once no [MASK] is left
+
+    @property
+    def asked(self) -> int:
+        """Slots that meet the head."""
+        return self.open or self.masked
 
 
 def quotas(masked: int, steps: int) -> list[int]:
@@ -186,25 +201,50 @@ def block_bounds(prompt_length: int, config: DecodeConfig, origin: str) -> list[
 
 
 def plan_row(
-    prompt_length: int, config: DecodeConfig, origin: str, given: Sequence[int] = ()
+    prompt_length: int,
+    config: DecodeConfig,
+    origin: str,
+    given: Sequence[int] = (),
+    request: int = 0,
 ) -> list[PlannedStep]:
-    """All steps of a row. With quotas they are known beforehand, so that nobody has to ask the
-    device how many [MASK]s are left; steps that would commit nothing are left out. Under a dynamic
-    rule: the first step of every block.
+    """All steps of a row. Where they are known beforehand nobody has to ask the device how many
+    [MASK]s are left; steps that would change nothing are left out. Under a dynamic rule: the first
+    step of every block.
 
     Every block gets the same number of steps, a short one of an absolute grid included. `given`
     are the response positions that hold a token from the start; a block without open positions
-    has no step.
+    has no step. `request` decides hitting times.
     """
     plan, taken = [], {prompt_length + position for position in given}
     for start, stop in block_bounds(prompt_length, config, origin):
-        masked = sum(position not in taken for position in range(start, stop))
-        shares = [0] if config.dynamic else quotas(masked, config.steps_per_block)
-        for number, quota in enumerate(shares):
-            if masked and (quota or config.dynamic):
-                plan.append(PlannedStep(start, stop, masked, quota, number))
-                masked -= quota
+        places = [position for position in range(start, stop) if position not in taken]
+        left = total = len(places)
+        count, spare = (total, spare_steps(config)) if config.revising else (0, 0)
+        for number, share in enumerate(step_shares(places, config, request)):
+            if left and (share or config.dynamic or config.revising):
+                quota = total - left + share if config.revising and not config.dynamic else share
+                plan.append(PlannedStep(start, stop, left, quota, number, count, spare))
+                left -= share
     return plan
+
+
+def step_shares(places: Sequence[int], config: DecodeConfig, request: int) -> list[int]:
+    """[MASK]s that each step of a block takes; `places` are the block's open positions."""
+    if config.dynamic:
+        return [0]
+    if config.rule == "first_hitting":
+        times = hitting_times(torch.tensor(places, dtype=torch.long), request, config.seed)
+        intervals = None if config.steps is None else config.steps_per_block
+        return hitting_shares(times.tolist(), intervals, config.clip)
+    if config.rule == "routed":
+        return routed_shares(len(places), config.steps_per_block, config.option("schedule"))
+    return quotas(len(places), config.steps_per_block)
+
+
+def spare_steps(config: DecodeConfig) -> int:
+    """Steps of a block that may follow its last [MASK]; no confidence is above 1."""
+    can_edit = config.rule == "edit" and config.option("edit_threshold") < 1
+    return config.option("post_steps") if can_edit else 0
 
 
 def final_rows(canvas: Tensor, mask_id: int, end_ids: Tensor) -> Tensor:

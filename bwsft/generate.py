@@ -2,9 +2,9 @@
 
 A denoising step finds the hidden states of the active blocks under the context mode
 (bwsft/decode_context.py), runs the head on their masked rows only, without keeping logits, and
-commits what the transfer rule takes (bwsft/rules.py). In exact mode at temperature 0 in float64 the
-text up to the end token equals that of LLaDA's published decoder with [MASK] banned, token for
-token.
+commits what the transfer rule takes (bwsft/rules.py; bwsft/revising.py where tokens may change
+again, bwsft/verified.py with a second model). In exact mode at temperature 0 in float64 the text up
+to the end token equals that of LLaDA's published decoder with [MASK] banned, token for token.
 
 T packed tokens, S rows, B block size, N masked rows of the active blocks, D hidden size.
 """
@@ -12,9 +12,8 @@ T packed tokens, S rows, B block size, N masked rows of the active blocks, D hid
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,37 +22,16 @@ from bwsft.backbones.base import Backbone
 from bwsft.canvas import Canvas, Row
 from bwsft.decode_context import DecodeContext
 from bwsft.decoding import DecodeConfig, PlannedStep
+from bwsft.generation import Commit, Generation, History, OnCommit, Outcome, harvest, report
 from bwsft.request import Given, make_rows
-from bwsft.rules import choose, commit_quota, commit_sure, priority
+from bwsft.revising import revise
+from bwsft.rules import choose, head_of, transfer
+from bwsft.verified import VerifiedContext, check_verifier
 
+if TYPE_CHECKING:  # it needs transformers
+    from bwsft.backbones.verifier import Verifier
 
-class Commit(NamedTuple):
-    """A token that became final: denoising step and response position, both from 0."""
-
-    step: int
-    position: int
-    token: int
-    confidence: float
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One decoded response."""
-
-    tokens: list[int]
-    """Committed tokens before the end token."""
-    ended: bool
-    """An end token was produced; otherwise the canvas was too short."""
-    steps: int
-    """Denoising steps of this row."""
-    trace: list[Commit] = field(default_factory=list)
-    """On request, everything that was committed, in order, also from the end token on."""
-    passes: int = 0
-    """Forward passes that this row took part in: as many as steps, and those of block_causal
-    context or of guidance."""
-
-
-OnCommit = Callable[[int, list[Commit]], None]
+__all__ = ["Commit", "Generation", "OnCommit", "decode_stream", "generate"]
 
 
 def generate(
@@ -65,6 +43,7 @@ def generate(
     requests: Sequence[int] | None = None,
     canvases: Sequence[Given] | None = None,
     on_commit: OnCommit | None = None,
+    verifier: Verifier | None = None,
 ) -> list[Generation]:
     """Decode one response per prompt (a list of token ids), in the order given.
 
@@ -72,11 +51,12 @@ def generate(
     (up to the summation order of the kernels). `requests` are the numbers that the noise of each
     prompt depends on, by default 0, 1, ... `canvases` hold the given tokens of each response, None
     where a token is wanted (and behind the last one). `on_commit(index of the prompt, commits)` is
-    called after every step that committed something. Raises ValueError for a prompt that cannot be
-    decoded and FloatingPointError if the model produces NaN.
+    called after every step that committed something. `verifier`: the causal model of rule apd
+    (bwsft/backbones/verifier.py). Raises ValueError for a prompt that cannot be decoded and
+    FloatingPointError if the model produces NaN.
     """
     options = {"trace": trace, "requests": requests, "canvases": canvases, "on_commit": on_commit}
-    found = dict(decode_stream(model, prompts, config, **options))
+    found = dict(decode_stream(model, prompts, config, **options, verifier=verifier))
     return [found[index] for index in range(len(prompts))]
 
 
@@ -89,6 +69,7 @@ def decode_stream(
     requests: Sequence[int] | None = None,
     canvases: Sequence[Given] | None = None,
     on_commit: OnCommit | None = None,
+    verifier: Verifier | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """As `generate`, but yields (index of the prompt, Generation) as rows finish.
 
@@ -97,9 +78,11 @@ def decode_stream(
     config = config or DecodeConfig()
     requests = range(len(prompts)) if requests is None else requests
     rows = make_rows(prompts, canvases, requests, model.family, config)
+    check_verifier(verifier, rows, model, config)
     size = config.batch_size
     batches = (rows[start : start + size] for start in range(0, len(rows), size))
-    return (result for batch in batches for result in fill(model, batch, config, trace, on_commit))
+    options = (config, trace, on_commit, verifier)
+    return (result for batch in batches for result in fill(model, batch, *options))
 
 
 def fill(
@@ -108,12 +91,19 @@ def fill(
     config: DecodeConfig,
     trace: bool = False,
     on_commit: OnCommit | None = None,
+    verifier: Verifier | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """Decode one batch; yields (row.index, Generation) and drops the row as soon as it is final."""
     family, weight = model.family, model.head()[0]
     canvas = Canvas.begin(rows, family, weight, config.dynamic)
     with decoding(model, weight):  # the cache's dtype is that of the passes
-        context = DecodeContext.begin(model, config, canvas)
+        if config.rule == "apd":
+            context = VerifiedContext.begin_with(verifier, model, config, canvas)
+        else:
+            context = DecodeContext.begin(model, config, canvas)
+    # The canvas remembers the last commit at a position, which is all there is unless it revises.
+    history = History(on_commit) if trace and config.revising else None
+    on_commit = history.add if history else on_commit
     turns = [row.plan[0] if row.plan else None for row in rows]
     final = canvas.final(config.gen_length).tolist()
     step, broken = 0, torch.zeros((), dtype=torch.bool, device=weight.device)
@@ -121,7 +111,7 @@ def fill(
         # Before a forward: what is given may leave nothing to do.
         done = [t is None or f and config.stop_at_end for t, f in zip(turns, final, strict=True)]
         if any(done):
-            yield from harvest(canvas, done, step, context, trace)
+            yield from harvest(canvas, done, step, context, trace, history)
             kept = [i for i, d in enumerate(done) if not d]
             canvas, turns = canvas.keep(kept), [turns[i] for i in kept]
             context.keep(kept)
@@ -131,16 +121,32 @@ def fill(
             outcome = denoise(model, context, canvas, turns, step)
         step += 1
         broken |= outcome.nan
-        counts, final = [None] * len(turns), [False] * len(turns)
-        last = any(step == len(row.plan) for row in canvas.rows)
-        if step % config.poll == 0 or last or config.dynamic or on_commit:
-            counts, final = poll(canvas, outcome, broken, step, config)
-        turns = [
-            row.following(turn, step, count)
-            for row, turn, count in zip(canvas.rows, turns, counts, strict=True)
-        ]
+        seen = Seen.nothing(len(turns))
+        if on_commit or poll_is_due(canvas, turns, step, config):
+            seen = poll(canvas, outcome, broken, step, config)
+        news = zip(canvas.rows, turns, seen.filled, seen.replaced, strict=True)
+        ahead = [row.following(turn, step, *found) for row, turn, *found in news]
+        final = seen.final
+        if config.revising:
+            final = [f and ended(*two) for f, *two in zip(final, turns, ahead, strict=True)]
+        turns = ahead
         if on_commit:
             report(canvas, outcome, step - 1, on_commit)
+
+
+def ended(turn: PlannedStep, following: PlannedStep | None) -> bool:
+    """A block is finished with this step."""
+    return following is None or following.start != turn.start
+
+
+def poll_is_due(canvas: Canvas, turns: list[PlannedStep], step: int, config: DecodeConfig) -> bool:
+    """The host must look at what the step before `step` did."""
+    if config.dynamic:
+        return True
+    ahead = [row.following(turn, step, None) for row, turn in zip(canvas.rows, turns, strict=True)]
+    if config.revising:
+        return any(ended(*two) for two in zip(turns, ahead, strict=True))
+    return step % config.poll == 0 or None in ahead
 
 
 @contextlib.contextmanager
@@ -160,114 +166,73 @@ def decoding(model: Backbone, weight: Tensor):
             model.train()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a step did."""
-
-    nan: Tensor  # 0-dim bool
-    taken: Tensor  # [S, B] bool: slots of the active blocks that got their token
-    flat: Tensor  # [S, B] their places in the canvas
-
-
 def denoise(
     model: Backbone, context: DecodeContext, canvas: Canvas, turns: list[PlannedStep], step: int
 ) -> Outcome:
     """One step: forward, a token for every [MASK] of the active blocks, commit what the rule takes.
     Writes the canvas.
 
-    Reads nothing back from the device: the host knows the number of [MASK]s.
+    Reads nothing back from the device: the host knows the number of slots that it asks for.
     """
-    config, mask_id = context.config, model.family.mask_id
+    config = context.config
 
-    # 1. The active blocks [S, B], the slots in them that are masked, and those rows [N] of the
-    #    packed canvas. A short block repeats its last position.
-    block, quota = canvas.active(turns, step)
-    flat = block.flat(canvas.cu_seqlens)
-    masked = canvas.ids[flat] == mask_id
-    if not block.even:
-        masked = masked & ~block.repeats()
-    slots = masked.flatten().nonzero_static(size=sum(turn.masked for turn in turns)).squeeze(1)
-    rows = flat.flatten()[slots]
+    # 1. The active blocks [S, B], the slots in them that are asked for (those that are masked,
+    #    under a revising rule all that were not given), and those rows [N] of the packed canvas.
+    active = canvas.look(turns, step, config)
 
     # 2. Hidden states under the context mode, then the head on the N rows.
-    hidden = context.hidden(canvas, turns, block).index_select(0, slots)
-    position = block.positions().flatten()[slots]
-    key = (canvas.requests[slots // block.width], torch.full_like(rows, step), position)
+    hidden = context.hidden(canvas, turns, active.block).index_select(0, active.slots)
     early = None
     if config.min_length:
         prompt = canvas.cu_seqlens.diff() - config.gen_length
-        early = position - prompt[slots // block.width] < config.min_length
-    best = choose(model, hidden, config, key, early)
-
-    # 3. Commit: each of the N rows gets its token or stays [MASK].
-    def rectangle(values: Tensor) -> Tensor:
-        return values.new_full((masked.numel(),), -torch.inf).index_copy_(0, slots, values)
-
-    confidence = rectangle(best.confidence).view_as(masked)
-    goes_first = rectangle(priority(config, best, key)).view_as(masked)
-    if quota is None:
-        taken = commit_sure(config, goes_first, confidence, masked)
+        own = prompt[active.slots // active.block.width]
+        early = active.key[2] - own < config.min_length
+    if config.rule == "apd":
+        best, taken = context.verify(canvas, active, hidden, early)
     else:
-        taken = commit_quota(goes_first, masked, quota)
-    got = taken.flatten()[slots]
-    canvas.ids[rows] = torch.where(got, best.token, mask_id)
+        best = choose(model.family, head_of(model), hidden, config, active.key, early)
+
+    # 3. Commit: each of the N rows gets its token or stays what it was.
+    if config.revising:
+        taken, replaced = revise(config, canvas, active, best, step)
+        return Outcome(best.nan_flag, taken, active.flat, replaced)
+    if config.rule != "apd":
+        taken = transfer(config, active, best)
+    got, rows = taken.flatten()[active.slots], active.rows
+    canvas.ids[rows] = torch.where(got, best.token, model.family.mask_id)
     canvas.committed_at[rows] = torch.where(got, step, -1)
     canvas.confidence[rows] = best.confidence
-    return Outcome(best.nan_flag, taken, flat)
+    return Outcome(best.nan_flag, taken, active.flat)
 
 
-def poll(
-    canvas: Canvas, outcome: Outcome, nan: Tensor, step: int, config: DecodeConfig
-) -> tuple[list[int | None], list[bool]]:
-    """After `step` steps: what the last one committed in each row (None where the plan says so),
-    and the rows whose text is final. The one read from the device."""
-    size = len(canvas.rows)
-    flags = [nan[None].long()]
-    if config.dynamic:
-        flags.append(outcome.taken.sum(1))
+class Seen(NamedTuple):
+    """What a poll found in each row."""
+
+    filled: list[int | None]  # [MASK]s that got a token; None: the plan says so
+    replaced: list[bool]  # a token was replaced by another (rule edit)
+    final: list[bool]  # no [MASK] stands before an end token
+
+    @classmethod
+    def nothing(cls, size: int) -> Seen:
+        return cls([None] * size, [False] * size, [False] * size)
+
+
+def poll(canvas: Canvas, outcome: Outcome, nan: Tensor, step: int, config: DecodeConfig) -> Seen:
+    """After `step` steps: what the last one did. The one read from the device."""
+    size, columns = len(canvas.rows), {}
+    if config.dynamic and outcome.replaced is None:
+        columns["filled"] = outcome.taken.sum(1)
+    elif config.dynamic:
+        columns["filled"] = (outcome.taken & ~outcome.replaced).sum(1)
+        columns["replaced"] = outcome.replaced.any(1).long()
     if config.stop_at_end:
-        flags.append(canvas.final(config.gen_length).long())
-    broken, *found = torch.cat(flags).tolist()
+        columns["final"] = canvas.final(config.gen_length).long()
+    broken, *found = torch.cat([nan[None].long(), *columns.values()]).tolist()
     if broken:
         raise FloatingPointError(
             f"the model's logits are NaN at denoising step {step}: decode in float32, or check "
             "the checkpoint"
         )
-    counts = found[:size] if config.dynamic else [None] * size
-    return counts, [bool(f) for f in found[-size:]] if config.stop_at_end else [False] * size
-
-
-def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> None:
-    """Tell the callback what the step committed."""
-    taken, flat = outcome.taken.tolist(), outcome.flat
-    edges = canvas.cu_seqlens.tolist()
-    columns = [x.tolist() for x in (flat, canvas.ids[flat], canvas.confidence[flat])]
-    for row, start, marks, *values in zip(canvas.rows, edges[:-1], taken, *columns, strict=True):
-        first = start + len(row.prompt)
-        on_commit(row.index, [
-            Commit(step, place - first, token, confidence)
-            for mark, place, token, confidence in zip(marks, *values, strict=True) if mark
-        ])  # fmt: skip
-
-
-def harvest(
-    canvas: Canvas, done: list[bool], steps: int, context: DecodeContext, trace: bool
-) -> Iterator[tuple[int, Generation]]:
-    """The results of the rows that are done."""
-    lengths, config = [row.length for row in canvas.rows], context.config
-    columns = [c.split(lengths) for c in (canvas.ids, canvas.committed_at, canvas.confidence)]
-    for row, is_done, passes, *values in zip(
-        canvas.rows, done, context.passes, *columns, strict=True
-    ):
-        if not is_done:
-            continue
-        ids, at, confidence = (c[-config.gen_length :].tolist() for c in values)
-        end = next((i for i, token in enumerate(ids) if token in canvas.family.end_ids), None)
-        own = steps
-        if config.stop_at_end and end is not None:  # it may have been final before the last poll
-            own = 1 + max(at[: end + 1])
-        commits = []
-        if trace:
-            places = zip(at, range(config.gen_length), ids, confidence, strict=True)
-            commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)
-        yield row.index, Generation(ids[:end], end is not None, own, commits, passes)
+    starts = range(0, len(found), size)
+    parts = [found[start : start + size] for start in starts]
+    return Seen.nothing(size)._replace(**dict(zip(columns, parts, strict=True)))

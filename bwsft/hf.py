@@ -9,10 +9,11 @@
     )
     trainer.train()
 
-`model` is a LLaDA from `AutoModelForCausalLM`, plain or wrapped by peft, or a bwsft Backbone. The
-loss is that of `bwsft train` on the same examples: masks are functions of (config.seed, sample id,
-visit), and a visit is an epoch of the Trainer. What the Trainer has its own settings for (updates,
-batches, optimiser, schedule, precision, saving) is taken from the TrainingArguments alone.
+`model` is a LLaDA from `AutoModelForCausalLM` or another model of docs/model_families.md, plain or
+wrapped by peft, or a bwsft Backbone. The loss is that of `bwsft train` on the same examples: masks
+are functions of (config.seed, sample id, visit), and a visit is an epoch of the Trainer. What the
+Trainer has its own settings for (updates, batches, optimiser, schedule, precision, saving) is taken
+from the TrainingArguments alone.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from transformers import Trainer
 from bwsft import config as c
 from bwsft import data as d
 from bwsft import modes
-from bwsft.backbones.base import Backbone
-from bwsft.backbones.llada import LladaBackbone, LladaForMaskedDiffusion, family_of
+from bwsft.backbones.base import Backbone, check_context
+from bwsft.backbones.load import as_backbone
 from bwsft.modes import Mode
 from bwsft.objectives import blockwise, classical, nelbo
 from bwsft.training_data import held_out_spec, layout_of, plan_data
@@ -102,6 +103,7 @@ class BlockwiseTrainer(Trainer):
         self.backbone = as_backbone(model)
         self.backbone.head()  # ValueError if an adapter wraps it
         check(config, options)
+        check_context(self.backbone.family, config.context)
         self.step = StepSettings.of(config, self.backbone)
         layout = layout_of(config, self.backbone.family)
         options.setdefault("data_collator", BlockwiseCollator(layout))
@@ -216,19 +218,6 @@ class StepSettings:
     def corrupt(self, batch: d.Batch, draw: int, block: int | None = None):
         """(noisy batch, MaskedBatch) of one of the visit's draws."""
         return modes.corrupt(self, batch, draw, block)
-
-
-def as_backbone(model) -> Backbone:
-    """The Backbone around a Hugging Face model; ValueError for one of an unknown family."""
-    if isinstance(model, Backbone):
-        return model
-    inner = getattr(model, "get_base_model", lambda: model)()
-    if isinstance(inner, LladaForMaskedDiffusion):
-        return LladaBackbone(model, family_of(inner.config))
-    raise ValueError(
-        f"{type(inner).__name__} is not a LLaDA of bwsft: import bwsft before "
-        "AutoModelForCausalLM.from_pretrained, or pass a Backbone of bwsft.backbones"
-    )
 
 
 def check(config: c.Config, options: Mapping[str, Any]) -> None:

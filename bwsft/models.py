@@ -12,9 +12,9 @@ import torch
 
 from bwsft import config as c
 from bwsft import data as d
-from bwsft.backbones.base import Backbone, Family
+from bwsft.backbones.base import Backbone, Family, check_context
 from bwsft.backbones.llada import LladaConfig, family_of
-from bwsft.backbones.load import load_backbone, new_backbone, read_family
+from bwsft.backbones.load import Facts, load_backbone, new_backbone, read_family
 from bwsft.backbones.lora import load_adapter
 from bwsft.checkpoint import locate
 from bwsft.checkpoint_facts import read_adapter_config
@@ -46,20 +46,38 @@ def plan_tokenizer(config: c.Config) -> str:
 
 
 def plan_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
-    """The checkpoint that --model names, the embedded base, or a small random LLaDA."""
+    """The checkpoint that --model names, the embedded base, or a small random LLaDA. The tokenizer
+    learns --mask-token."""
+    if config.mask_token is not None:
+        d.add_mask_token(tokenizer, config.mask_token)
     if config.model is None and config.tokenizer is not None:
-        return random_model(config, tokenizer, folder)
+        plan = random_model(config, tokenizer, folder)
+    else:
+        plan = stored_model(config, tokenizer)
+    if config.logit_shift not in (None, plan.family.logit_shift):
+        raise ValueError(
+            f"--logit-shift {config.logit_shift}: in this model it is {plan.family.logit_shift}; "
+            "leave the option out"
+        )
+    check_context(plan.family, config.context)
+    return plan
+
+
+def stored_model(config: c.Config, tokenizer) -> ModelPlan:
+    """The checkpoint that --model names, or the embedded base."""
     source = locate(config.model)[0] if config.model else str(TINY)
     if (Path(source) / "adapter_config.json").exists():
         raise ValueError(
             f"{source} is an adapter: merge it first (bwsft export --model {config.model} "
             "--out DIR) and train from DIR"
         )
-    family = read_family(source)
+    facts = Facts.of_tokenizer(tokenizer, config.logit_shift)
+    family = read_family(source, facts)
     d.mask_id_for(tokenizer, family.mask_id)
 
     def build(device: torch.device) -> Backbone:
-        return load_backbone(source, dtype=weight_dtype(config, device), device=device)
+        dtype = weight_dtype(config, device)
+        return load_backbone(source, dtype=dtype, device=device, facts=facts)
 
     return ModelPlan(family, source if config.model else EMBEDDED, build)
 
@@ -153,7 +171,11 @@ def load_trained(
     adapter = (Path(source) / "adapter_config.json").exists()
     base = adapter_base(source, state) if adapter else source
     words = d.load_tokenizer(tokenizer or source)
-    backbone = load_backbone(base, dtype=dtype, device=place)
+    facts = Facts.of_tokenizer(words)
+    if state is not None:  # an adapter's base may not know its [MASK]
+        saved = state["family"]
+        facts = Facts(saved["mask_id"], saved["logit_shift"], saved["eos_id"])
+    backbone = load_backbone(base, dtype=dtype, device=place, facts=facts)
     if adapter:
         load_adapter(backbone, source, trainable=False)
     if state is not None:

@@ -47,11 +47,13 @@ class Mode:
     """The rows that bear loss lie in one block, much shorter than the row."""
     all_blocks: bool = False
     """A visit trains every block of an example, one after the other, and not one of them."""
+    prompt_blocks: bool = False
+    """block_causal: the prompt is cut on the same grid, as in a block-causal family."""
 
     def losses(self, run, batch) -> Losses:
         """Weighted sums whose total is the batch's."""
         if self.name == "block_causal":
-            yield from block_causal(run, batch)
+            yield from block_causal(run, batch, self.prompt_blocks)
             return
         part = self.exact if self.name == "exact" and self.context_grad else self.frozen
         if not self.all_blocks:
@@ -109,7 +111,8 @@ class Mode:
         with run.autocast():
             if self.name == "block_causal":
                 # Blocks before the active one are clean in the noisy row; it sees no others.
-                one = one_pass(noisy, run.eval_spec, noisy.ids[response_rows(noisy)])
+                clean = noisy.ids[response_rows(noisy)]
+                one = one_pass(noisy, run.eval_spec, clean, self.prompt_blocks)
                 copy_of = torch.zeros_like(noisy.ids)
                 copy_of[response_rows(noisy)] = one.noisy
                 return run.backbone(one.to(run.device), copy_of.to(run.device)[rows], *loss)
@@ -130,6 +133,7 @@ def mode_of(config, family) -> Mode:
         even=config.dataset.canvas == "fixed" and family.block_origin == "response",
         prune=config.objective.name == "blockwise",
         all_blocks=config.objective.blocks == "all",
+        prompt_blocks=family.attention == "block_causal",
     )
 
 
@@ -163,7 +167,8 @@ def whole_response(run, batch, place) -> Losses:
 @dataclass(frozen=True)
 class OnePass:
     """All blocks of a batch in one packed batch: per sequence a clean row [prompt + response] and
-    a noisy copy of the response at the same positions."""
+    a noisy copy of the response at the same positions (with prompt_blocks: of the blocks that hold
+    it, so of the prompt's tail too)."""
 
     ids: Tensor  # [T]
     cu_seqlens: Tensor  # [S + 1]
@@ -181,7 +186,7 @@ class OnePass:
         return dataclasses.replace(self, **tensors)
 
 
-def block_causal(run, batch) -> Losses:
+def block_causal(run, batch, prompt_blocks: bool = False) -> Losses:
     """Every block of every response supervised by one forward and backward.
 
     Block k of a visit has its own rate and marks (draw = visit * M + k) and weight 1 / (M * count),
@@ -204,7 +209,7 @@ def block_causal(run, batch) -> Losses:
         draw=(batch.visits * per_row)[owner] + number,
         block=torch.zeros_like(sizes),
     )
-    one = one_pass(batch, spec, masked.noisy_ids)
+    one = one_pass(batch, spec, masked.noisy_ids, prompt_blocks)
     block_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     weight = masked.row_weight
     if spec.block_factor == "mean":
@@ -237,20 +242,25 @@ def block_lengths(batch, spec) -> list[list[int]]:
     return out
 
 
-def one_pass(batch, spec, noisy_response: Tensor) -> OnePass:
+def one_pass(batch, spec, noisy_response: Tensor, prompt_blocks: bool = False) -> OnePass:
     """Lay out clean rows and noisy copies. `batch` is on the host."""
     ids, positions, numbers, copies, lengths = [], [], [], [], [0]
     parts = noisy_response.split(batch.response_lengths.tolist())
     for s, (blocks, part) in enumerate(zip(block_lengths(batch, spec), parts, strict=True)):
-        start, prompt, length = int(batch.cu_seqlens[s]), int(batch.prompt_lengths[s]), sum(blocks)
-        block = torch.repeat_interleave(torch.arange(1, len(blocks) + 1), torch.tensor(blocks))
-        ids += [batch.ids[start : start + prompt + length], part]
-        positions += [torch.arange(prompt + length), torch.arange(prompt, prompt + length)]
-        # The prompt is block 0, clean blocks are 1, 2, ..., their noisy copies -1, -2, ...
-        numbers.append(torch.cat([torch.zeros(prompt, dtype=torch.long), block, -block]))
-        first = sum(lengths) + prompt + length
+        prompt, length = int(batch.prompt_lengths[s]), sum(blocks)
+        row = batch.ids[int(batch.cu_seqlens[s]) :][: prompt + length]
+        if prompt_blocks:
+            clean, tail = grid_numbers(prompt + length, spec.block_size), prompt % spec.block_size
+        else:
+            # The prompt is block 0, clean blocks are 1, 2, ...
+            sizes = torch.tensor([prompt, *blocks])
+            clean, tail = torch.repeat_interleave(torch.arange(len(sizes)), sizes), 0
+        ids += [row, row[prompt - tail : prompt], part]
+        positions += [torch.arange(prompt + length), torch.arange(prompt - tail, prompt + length)]
+        numbers += [torch.cat([clean, -clean[prompt - tail :]])]
+        first = sum(lengths) + prompt + length + tail
         copies.append(torch.arange(first, first + length))
-        lengths.append(prompt + 2 * length)
+        lengths.append(first + length - sum(lengths))
     return OnePass(
         ids=torch.cat(ids),
         cu_seqlens=torch.tensor(lengths).cumsum(0).int(),
@@ -264,12 +274,18 @@ def one_pass(batch, spec, noisy_response: Tensor) -> OnePass:
 PAD = 1 << 30
 
 
+def grid_numbers(length: int, block_size: int) -> Tensor:
+    """Block numbers [length], from 1, of positions on a grid that starts at position 0."""
+    return torch.arange(length) // block_size + 1
+
+
 def block_causal_mask(numbers: Tensor) -> Tensor:
     """Boolean [S, 1, L, L], True where query (third) may see key (fourth), from block numbers
     [S, L]: 0 prompt, k clean block k, -k its noisy copy, PAD.
 
     Clean k sees the prompt and clean <= k; noisy k sees the prompt, clean < k and itself. Allowed
-    pairs of one sequence: P^2 + 2 sum_k b_k (P + sum_{j <= k} b_j).
+    pairs of one sequence: P^2 + 2 sum_k b_k (P + sum_{j <= k} b_j). Where the prompt has blocks
+    of its own nothing is numbered 0.
     """
     q, k = numbers[:, :, None], numbers[:, None, :]
     clean = (q >= 0) & (k >= 0) & (k <= q)

@@ -6,9 +6,10 @@ import operator
 import warnings
 from collections.abc import Sequence
 
-from bwsft.backbones.base import Family
+from bwsft.backbones.base import Family, check_context
 from bwsft.canvas import Row
 from bwsft.decoding import DecodeConfig, plan_row
+from bwsft.verified import WindowRow, windows
 
 Given = Sequence[int | None] | None
 
@@ -29,8 +30,12 @@ def make_rows(
     for i, (prompt, canvas) in enumerate(zip(prompts, canvases, strict=True)):
         response = response_of(canvas or (), i, family, config)
         given = [p for p, token in enumerate(response) if token != family.mask_id]
-        plan = plan_row(len(prompt), config, family.block_origin, given)
-        rows.append(Row(i, requests[i], [int(token) for token in prompt], response, plan))
+        if config.rule == "apd":
+            kind, plan = WindowRow, windows(len(prompt), config, given)
+        else:
+            shape = (len(prompt), config, family.block_origin)
+            kind, plan = Row, plan_row(*shape, given, requests[i])
+        rows.append(kind(i, requests[i], [int(token) for token in prompt], response, plan))
     return rows
 
 
@@ -83,6 +88,7 @@ def check_request(prompts, requests, family: Family, config: DecodeConfig) -> No
 def check_modes(family: Family, config: DecodeConfig) -> None:
     """Raise ValueError for a context mode or guidance that the family cannot have, and warn of a
     context that training has not seen."""
+    check_context(family, config.context)
     if config.context == "block_causal" and family.logit_shift:
         raise ValueError("context block_causal needs a model that predicts each token at its place")
     if config.cfg_scale and family.softcap is not None:

@@ -25,21 +25,22 @@ METAMATH = (
 )
 # Different on both sides, so that a template's trimming of either side can be told apart.
 PAD_LEFT, PAD_RIGHT = "\t ", " \n"
+# Tokenizers that are Qwen's, whatever their class is called (and whatever code comes with it).
+QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[EOS]", "[SEP]")
-MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in a folder that holds tokenizer.json, or of a Hub id. No remote code is run.
+    """The tokenizer in a folder that holds tokenizer.json (of Qwen's kind: or vocab.json and
+    merges.txt), or of a Hub id. No remote code is run.
 
     Raises ValueError where there is none. A tokenizer that names no EOS token gets the first
     well-known one of its special tokens, with a warning.
     """
-    from transformers import PreTrainedTokenizerFast
-
     folder = Path(path).expanduser()
     name = str(folder if folder.is_dir() else path)
-    if folder.is_dir() and not (folder / "tokenizer.json").exists():
+    files = ("tokenizer.json",), ("vocab.json", "merges.txt")
+    if folder.is_dir() and not any(all((folder / f).exists() for f in some) for some in files):
         raise ValueError(f"{path} holds no tokenizer.json; give a folder with one, or a Hub id")
     if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)):
         raise ValueError(f"tokenizer folder {path} doesn't exist")
@@ -48,7 +49,7 @@ def load_tokenizer(path: str | Path) -> Any:
     if folder.is_dir():
         check_regular(folder)
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+        tokenizer = _read_tokenizer(name)
     except Exception as error:  # tokenizers raises bare Exception, the hub a family of its own
         reason = str(error).strip().split("\n")[0]
         what = path if folder.is_dir() else f"{path} (no such folder, so taken as a Hub id)"
@@ -56,7 +57,7 @@ def load_tokenizer(path: str | Path) -> Any:
     if not isinstance(tokenizer.model_max_length, int | float):
         raise ValueError(f"tokenizer {path}: model_max_length is no number; mend its config")
     if tokenizer.eos_token_id is None:
-        special = _special_tokens(tokenizer)
+        special = special_tokens(tokenizer)
         eos = next((name for name in EOS_NAMES if name in special), None)
         if eos is None:
             raise ValueError(f"tokenizer {path} has no EOS token; set it in tokenizer_config.json")
@@ -65,23 +66,17 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
-def mask_id_for(tokenizer: Any, model_mask_id: int | None = None) -> int:
-    """The id of [MASK]: the model's if it has one, else the tokenizer's, else len(tokenizer).
+def _read_tokenizer(name: str) -> Any:
+    """A tokenizer of any kind from its tokenizer.json; Qwen's also from what Dream publishes."""
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    Raises ValueError if model and tokenizer each have one and they differ.
-    """
-    own = tokenizer.mask_token_id
-    if own is None:
-        special = _special_tokens(tokenizer)
-        own = next((special[name][0] for name in MASK_NAMES if name in special), None)
-    if model_mask_id is None:
-        return len(tokenizer) if own is None else own
-    if own is not None and own != model_mask_id:
-        raise ValueError(
-            f"the model's mask id is {model_mask_id}, the tokenizer's is {own}: they don't belong"
-            " together"
-        )
-    return model_mask_id
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(name)
+    except Exception:
+        if get_tokenizer_config(name).get("tokenizer_class") not in QWEN_CLASSES:
+            raise
+        return Qwen2Tokenizer.from_pretrained(name)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -91,7 +86,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, tuple[int, bool, bool]]:
+def special_tokens(tokenizer: Any) -> dict[str, tuple[int, bool, bool]]:
     """Special token string -> (id, swallows blanks before it, swallows blanks behind it)."""
     added = tokenizer.added_tokens_decoder.items()
     return {t.content: (i, t.lstrip, t.rstrip) for i, t in added if t.special}
@@ -115,7 +110,7 @@ class Template:
             raise ValueError("this tokenizer has no EOS token; set its eos_token")
         self.tokenizer, self.name = tokenizer, name
         self._chat = name != "none" and bool(tokenizer.chat_template)
-        self._special = _special_tokens(tokenizer)
+        self._special = special_tokens(tokenizer)
         blanks = {False: "", True: r"\s*"}
         self._pattern = re.compile(
             "|".join(

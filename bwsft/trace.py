@@ -1,7 +1,8 @@
 """`bwsft trace`: how an answer was unmasked, drawn in the terminal and as a PNG.
 
 Reads what `bwsft generate --trace FILE` wrote: a line per prompt, with `commits` of [step, response
-position, token, confidence].
+position, token, confidence]. Under a rule that revises, a later commit at a position replaces the
+earlier one.
 """
 
 from __future__ import annotations
@@ -98,11 +99,12 @@ def unmasking(
 
 
 def summary(commits: Sequence[tuple]) -> str:
+    last = {position: confidence for _, position, _, confidence in commits}
     steps = 1 + max(step for step, *_ in commits)
-    mean = sum(confidence for *_, confidence in commits) / len(commits)
+    mean, revised = sum(last.values()) / len(last), len(commits) - len(last)
     return (
-        f"{len(commits)} tokens in {steps} steps ({len(commits) / steps:.2f} per step), mean "
-        f"confidence {mean:.3f}"
+        f"{len(last)} tokens in {steps} steps ({len(last) / steps:.2f} per step), mean "
+        f"confidence {mean:.3f}" + (f", {revised} revised" if revised else "")
     )
 
 

@@ -260,7 +260,7 @@ def write(name, text):
         (write(INDEX, "{}"), ValueError, "no weight_map"),
         (write("config.json", "[]"), ValueError, "must hold a JSON object"),
         (write("config.json", '{"model_type": "llada"'), ValueError, "not valid JSON"),
-        (in_config(model_type="llama"), ValueError, "model_type 'llama'"),
+        (in_config(model_type="gpt2"), ValueError, "model_type 'gpt2': bwsft loads llada, Dream"),
         (in_config(model_type=None), ValueError, "model_type None"),
         (in_config(rope_theta=None), ValueError, "lacks rope_theta"),
         (in_config(alibi=True), ValueError, "alibi=True is not implemented"),

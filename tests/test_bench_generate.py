@@ -47,10 +47,11 @@ def test_flops_are_those_of_a_real_decoding(bench_generate, monkeypatch):
     model = bench_generate.models.random_backbone("tiny", torch.float32, CPU)
     shape, grid = (8, 8, 2), (2, 2)
     problem = bench_generate.make_problem(model, shape, *grid)
-    for name in ("naive", "exact", "prefix", "cached", "block_causal", "cached_threshold"):
+    for name in ("naive", "exact", "prefix", "cached", "block_causal", "cached_threshold",
+                 "first_hitting", "routed", "rcr"):
         real = bench_generate.harness.count_flops(bench_generate.step_of(problem, name, {}))
-        context = bench_generate.context_of(name)
-        assert bench_generate.hollow_flops("tiny", shape, *grid, context) == real, name
+        options = bench_generate.planned(name)
+        assert bench_generate.hollow_flops("tiny", shape, *grid, options) == real, name
 
 
 def test_the_formulas_of_a_whole_decoding(bench_generate):
@@ -72,6 +73,33 @@ def test_the_8b_model_is_counted_without_weights(bench_generate, capsys):
     weights = 6.98e9 + 0.518e9
     assert variants["naive"]["flops"] == pytest.approx(4 * 16 * 2 * weights, rel=0.01)
     assert variants["cached"]["flops"] < variants["naive"]["flops"] / 2
+
+
+def test_the_rules_of_the_related_work(bench_generate, capsys, monkeypatch):
+    trained = bench_generate.trained_problem
+    monkeypatch.setattr(bench_generate, "trained_problem", lambda device: trained(device, 2))
+    related = list(bench_generate.EVERY)[-5:]
+    bench_generate.main([*TINY, "--variants", *related])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(last["variants"]) == related
+    assert all(variant["median_s"] > 0 for variant in last["variants"].values())
+    flops = {name: variant["flops"] for name, variant in last["variants"].items()}
+    assert flops["routed"] == flops["rcr"] > flops["first_hitting"]  # all open slots, not [MASK]s
+
+
+@pytest.mark.parametrize("name", ["first_hitting", "routed", "rcr", "edit", "apd"])
+def test_nothing_is_timed_when_a_rule_does_not_reduce(bench_generate, name, monkeypatch):
+    right = bench_generate.decode_by
+
+    def wrong(problem, options):
+        found = right(problem, options)
+        found.tokens[0, 0] += options.get("rule") == name
+        return found
+
+    monkeypatch.setattr(bench_generate, "decode_by", wrong)
+    bench_generate.gate(CPU)
+    with pytest.raises(SystemExit, match=f"the check failed: {name} with .* nothing was timed"):
+        bench_generate.gate(CPU, bench_generate.EVERY)
 
 
 def test_nothing_is_timed_when_exact_commits_other_tokens(bench_generate, monkeypatch):

@@ -133,7 +133,7 @@ def frozen_rows(model, batch, noisy, where):
             score = torch.einsum("qhe,khe->hqk", q, k) / size**0.5
             mixed = torch.einsum("hqk,khe->qhe", score.softmax(-1), v).flatten(1)
             rows = rows + block.attn_out(mixed)
-            return block.feed_forward(rows)
+            return rows + block.mlp(block.ff_norm(rows))
 
         for block in blocks:
             q, k, v = qkv(block, x, angle)

@@ -70,7 +70,7 @@ def run(model, store, ids, positions, seen):
         )
         weight = (torch.einsum("qhe,khe->hqk", q, keys) / SIZE**0.5).softmax(-1)
         x = x + block.attn_out(torch.einsum("hqk,khe->qhe", weight, values).flatten(1))
-        x = block.feed_forward(x)
+        x = x + block.mlp(block.ff_norm(x))
     return core.transformer["ln_f"](x)
 
 

@@ -54,9 +54,15 @@ def history(results):
 @st.composite
 def configs(draw):
     size, blocks = draw(st.sampled_from([(1, 5), (3, 3), (4, 2), (5, 2), (8, 1)]))
-    rule = draw(st.sampled_from(["quota", "threshold", "factor", "entropy"]))
+    planned, dynamic = ["quota", "first_hitting", "routed"], ["threshold", "factor", "entropy"]
+    rule = draw(st.sampled_from(planned + dynamic))
     fields = {"rule": rule, "context": draw(st.sampled_from(MODES))}
-    if rule == "quota":
+    if rule == "routed":
+        fields["schedule"] = draw(st.sampled_from(["linear", "cosine"]))
+        fields["order_noise"] = draw(st.sampled_from([None, 1.0]))
+    if rule == "first_hitting" and draw(st.booleans()):
+        fields["clip"] = draw(st.sampled_from([(0.0, 1.0), (0.3, 0.8)]))
+    elif rule in planned:
         per_block = draw(st.one_of(st.none(), st.integers(1, size + 1)))
         fields["steps"] = None if per_block is None else per_block * blocks
     else:
@@ -79,7 +85,7 @@ def test_every_rule_fills_the_canvas_block_by_block(config, origin, data):
     model = model_of(data.draw(st.integers(0, 3)), block_origin=origin)
     prompts = prompts_of(1, lengths)
     results = generate(model, prompts, config, trace=True)
-    for prompt, result in zip(prompts, results, strict=True):
+    for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         trace = result.trace
         assert sorted(c.position for c in trace) == list(range(config.gen_length))
         assert not {c.token for c in trace} & {MASK}
@@ -91,7 +97,7 @@ def test_every_rule_fills_the_canvas_block_by_block(config, origin, data):
         blocks = [block_of[c.position] for c in trace]
         assert blocks == sorted(blocks)
         if not config.dynamic:
-            plan = plan_row(len(prompt), config, origin)
+            plan = plan_row(len(prompt), config, origin, request=i)
             assert counts == [turn.quota for turn in plan]
     again = generate(model, prompts, dataclasses.replace(config, batch_size=9), trace=True)
     assert history(again) == history(results)

@@ -22,6 +22,8 @@ from bwsft.context import CacheShape, ContextCache
 from bwsft.decode_context import DecodeContext
 from bwsft.decoding import DecodeConfig, plan_row
 from bwsft.generate import Commit, decode_stream, generate
+from bwsft.request import make_rows
+from bwsft.verified import VerifiedContext
 
 traced = partial(generate, trace=True)
 VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
@@ -175,7 +177,9 @@ class Biased(torch.nn.Module):
     def head(self):
         return self.weight, None
 
-    def hidden_states(self, ids, position_ids, cu_seqlens, cache=None, *, max_length, wanted):
+    def hidden_states(
+        self, ids, position_ids, cu_seqlens, cache=None, *, max_length, wanted, mask=None
+    ):
         if cache is not None:
             owner = torch.zeros_like(ids)
             self.write(cache, cache.slots_of(owner, position_ids))
@@ -333,6 +337,37 @@ def test_a_step_reads_nothing_back_from_the_device(temperature, context):
     with Reads() as reads:
         canvas.ids[canvas.ids == 0].sum().item()
     assert reads.found == ["index", "_local_scalar_dense"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rule": "first_hitting"},
+        {"rule": "rcr"},
+        {"rule": "routed", "revise": "uncond", "order_noise": 1.0},
+        {"rule": "routed", "revise": "cond"},
+        {"rule": "edit"},
+        {"rule": "apd", "mixture": 1.0, "lookahead": 3},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_no_rule_reads_back_from_the_device(fields, monkeypatch):
+    # On a GPU the noise's arguments are asserted on the device.
+    monkeypatch.setattr("bwsft_kernels.philox.require", lambda condition, message: None)
+    model = Biased([0.9, 0.0, 5.0])
+    config = DecodeConfig(8, 4, temperature=1.0, **fields)
+    rows = make_rows([[0], [0] * 3], None, [0, 1], model.family, config)
+    canvas = Canvas.begin(rows, model.family, model.weight, config.dynamic)
+    if config.rule == "apd":
+        context = VerifiedContext.begin_with(None, model, config, canvas)
+    else:
+        context = DecodeContext.begin(model, config, canvas)
+    with Reads() as reads:
+        for step in range(1 if config.dynamic else 8):
+            turns = [row.plan[step] for row in rows]
+            bwsft.generate.denoise(model, context, canvas, turns, step)
+    assert reads.found == []
+    assert (canvas.ids != model.family.mask_id).sum() > 4  # something was committed
 
 
 def test_full_canvas_without_the_early_exit():

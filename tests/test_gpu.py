@@ -8,7 +8,16 @@ import os
 
 import pytest
 import torch
-from bwsft_kernels import block_mask, linear_argmax, linear_cross_entropy, reference
+from bwsft_kernels import (
+    block_mask,
+    linear_argmax,
+    linear_cross_entropy,
+    plain,
+    reference,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from bwsft_kernels.block_mask import MaskSpec
 from bwsft_kernels.linear_argmax import GumbelKey
 
@@ -205,6 +214,60 @@ def test_the_second_device():
         own = linear_argmax(x.detach(), head, impl="triton")
     assert torch.equal(own.token, torch.nn.functional.linear(x, head).float().argmax(-1))
     assert x.grad.isfinite().all() and x.grad.any()
+
+
+def small_case(function, dtype, rows=300):
+    """(arguments, how many of them are trained) at LLaDA-8B's widths."""
+    if function is rms_norm:
+        x, residual = normal(rows, 4096, dtype=dtype), normal(rows, 4096, seed=1, dtype=dtype)
+        return [x, normal(4096, seed=2, dtype=dtype), 1e-5, residual], (0, 1, 3)
+    if function is swiglu:
+        return [normal(rows, 12288, seed=i, dtype=dtype) for i in range(2)], (0, 1)
+    angle = normal(rows, 1, 64, seed=3, dtype=torch.float32)
+    q, k = (normal(rows, heads, 128, seed=heads, dtype=dtype) for heads in (32, 8))
+    return [q, k, angle.cos(), angle.sin()], (0, 1)
+
+
+def small_grads(function, case, trained, **options):
+    case = [t.detach().requires_grad_() if i in trained else t for i, t in enumerate(case)]
+    out = function(*case, **options)
+    out = out if isinstance(out, tuple) else (out,)
+    upstream = [normal(*t.shape, seed=5 + i).to(t.dtype) for i, t in enumerate(out)]
+    grads = torch.autograd.grad(out, [case[i] for i in trained], upstream)
+    return [t.detach() for t in (*out, *grads)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", [rms_norm, rotary, swiglu])
+def test_small_operations(function, dtype, assert_no_worse):
+    case, trained = small_case(function, dtype)
+    own = small_grads(function, case, trained, impl="triton")
+    law = getattr(plain, function.__name__)
+    same = small_grads(law, case, trained)
+    wide = [t.double() if isinstance(t, torch.Tensor) else t for t in case]
+    for one, two, truth in zip(own, same, small_grads(law, wide, trained), strict=True):
+        assert one.dtype == dtype
+        assert_no_worse(one, two, truth, 2 * torch.finfo(dtype).eps * float(truth.abs().max()))
+        assert function is not rotary or torch.equal(one, two)
+    for _ in range(3):
+        again = small_grads(function, case, trained, impl="triton")
+        assert all(torch.equal(one, two) for one, two in zip(own, again, strict=True))
+
+
+def test_small_operations_in_a_graph():
+    cases = {f: small_case(f, torch.bfloat16, 16)[0] for f in (rms_norm, rotary, swiglu)}
+
+    def run():
+        return [t for f, case in cases.items() for t in torch.utils._pytree.tree_leaves(f(*case))]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for case in cases.values():
+        case[0].normal_()
+    graph.replay()
+    assert all(torch.equal(one, two) for one, two in zip(captured, run(), strict=True))
 
 
 def test_search_for_tiles_prints_and_keeps_the_result(monkeypatch, capsys):

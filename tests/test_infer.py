@@ -5,11 +5,14 @@ import json
 
 import pytest
 import torch
+import tyro
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bwsft import config as c
 from bwsft import decoder, infer, presets
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
+from bwsft.backbones.verifier import load_verifier
 from bwsft.checkpoint import save_checkpoint
 from bwsft.cli import main
 from bwsft.decoder import DecoderOptions, make_decoder
@@ -328,6 +331,75 @@ def test_options_reach_the_decoder(run_folder, capsys):
     words = "--rule factor --steps 12 --gen-length 12 --block-size 4 --model gone".split()
     assert main(["generate", "--prompt", "1+1", *words]) == 2  # before the model is looked for
     assert "steps belongs to rule quota" in capsys.readouterr().err
+
+
+RULES = {
+    "first_hitting": "--clip 0.2 0.9",
+    "routed": "--schedule cosine --revise uncond --order-noise 0.5 --steps 6",
+    "rcr": "--steps 6",
+    "edit": "--threshold 0.4 --edit-threshold 0.5 --post-steps 3",
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_reached_from_the_command_line(rule, run_folder, prompts, tmp_path):
+    out, trace, words = tmp_path / "a.jsonl", tmp_path / "t.jsonl", RULES[rule].split()
+    files = ["--prompts", str(prompts), "--out", str(out), "--trace", str(trace)]
+    assert main(["generate", "--model", str(run_folder), "--rule", rule, *words, *files]) == 0
+    config = tyro.cli(GenerateOptions, args=["--rule", rule, *words])
+    names = {f.name for f in dataclasses.fields(DecodeConfig)}
+    given = {k: v for k, v in vars(config).items() if k in names and v is not None}
+    given.pop("batch_size")
+    tokenizer, results = expected(run_folder, **given)
+    for row, result in zip(rows(out), results, strict=True):
+        assert row["output"] == tokenizer.decode(result.tokens, skip_special_tokens=True)
+        assert row["steps"] == result.steps
+    for row, result in zip(rows(trace), results, strict=True):
+        assert [c[:3] for c in row["commits"]] == [list(c[:3]) for c in result.trace]
+
+
+@pytest.fixture
+def verifier_folder(tmp_path, tokenizer_folder):
+    shape = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=264, max_position_embeddings=256))
+    model.save_pretrained(tmp_path / "lm")
+    load_tokenizer(tokenizer_folder).save_pretrained(tmp_path / "lm")
+    return tmp_path / "lm"
+
+
+def test_a_verifier_is_reached_from_the_command_line(
+    run_folder, verifier_folder, prompts, tmp_path, capsys
+):
+    out = tmp_path / "a.jsonl"
+    words = ["generate", "--model", str(run_folder), "--rule", "apd", "--context", "exact"]
+    files = ["--prompts", str(prompts), "--out", str(out)]
+    assert main([*words, "--mixture", "0.4", "--verifier", str(verifier_folder), *files]) == 0
+    trained = load_trained(str(run_folder))
+    encoded = Template(trained.tokenizer, "none").encode_prompts(QUESTIONS)
+    config = DecodeConfig(12, 4, rule="apd", mixture=0.4)
+    results = generate(trained.backbone, encoded, config, verifier=load_verifier(verifier_folder))
+    for row, result in zip(rows(out), results, strict=True):
+        assert row["output"] == trained.tokenizer.decode(result.tokens, skip_special_tokens=True)
+    capsys.readouterr()
+    # Another verifier gives other answers: the file is not gone on with.
+    assert main([*words, "--mixture", "1", *files, "--resume"]) == 2
+    assert "line 1 is not the answer to prompt 1 under these" in capsys.readouterr().err
+    file = verifier_folder / "tokenizer.json"
+    text = json.loads(file.read_text())
+    names = sorted(text["model"]["vocab"], key=text["model"]["vocab"].get)
+    text["model"]["vocab"].update({names[3]: 4, names[4]: 3})
+    file.write_text(json.dumps(text))
+    for more, message in (
+        ([], "--rule apd needs --verifier DIR"),
+        (["--verifier", str(verifier_folder)], f"another vocabulary: {names[3]!r} is 4 there"),
+        (["--verifier", str(tmp_path / "gone")], "doesn't exist"),
+    ):
+        assert main([*words, "--prompt", "1+1", *more]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--verifier belongs to rule apd, and the rule is rcr"):
+        DecodeConfig(**decoder.chosen_settings(DecoderOptions(rule="rcr", verifier="x")))
 
 
 def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ spec.loader.exec_module(module)
 
 import torch
 x, head = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8)
-target = torch.tensor([1, -100, 3, 4, -100, 6])
+target, tables = torch.tensor([1, -100, 3, 4, -100, 6]), torch.rand(2, 6, 1, 4)
 results = []
 for impl in ("torch", "triton"):
     loss = module.linear_cross_entropy(x, head, target, impl=impl)
@@ -60,11 +60,15 @@ for impl in ("torch", "triton"):
     tokens = module.linear_argmax(x.detach(), head, impl=impl).token
     spec = sys.modules["loaded_1f2e.block_mask"].MaskSpec(block_size=4, mask_id=49)
     masked = module.block_mask(target.clamp(min=0)[None], [1], [5], spec, impl=impl)
-    results.append([loss.detach(), grad, tokens, masked.noisy_ids])
+    normed, total = module.rms_norm(x, torch.ones(8), 1e-5, x, impl=impl)
+    turned, _ = module.rotary(x[:, None], None, *tables, impl=impl)
+    small = [t.detach() for t in (normed, total, turned, module.swiglu(x, x, impl=impl))]
+    results.append([loss.detach(), grad, tokens, masked.noisy_ids, *small])
 for one, other in zip(*results):
     torch.testing.assert_close(one, other)
 assert set(module.__all__) == {
-    "block_mask", "linear_argmax", "linear_cross_entropy", "philox_uniform"
+    "block_mask", "linear_argmax", "linear_cross_entropy", "philox_uniform", "rms_norm", "rotary",
+    "swiglu",
 }
 print("loaded")
 """

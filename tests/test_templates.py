@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bwsft.mask_token import mask_id_for
 from bwsft.records import Record
-from bwsft.templates import METAMATH, Template, load_tokenizer, mask_id_for, tokenizer_digest
+from bwsft.templates import METAMATH, Template, load_tokenizer, tokenizer_digest
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
 needs_data = pytest.mark.skipif(not DATA, reason="BWSFT_DATA_DIR is not set")
@@ -290,3 +291,26 @@ def test_llada_official_template():
     names = tokenizer.convert_ids_to_tokens(template.end_ids)
     assert names == ["<|eot_id|>", "<|endoftext|>"]
     assert tokenizer.convert_ids_to_tokens(mask_id_for(tokenizer)) == "<|mdm_mask|>"
+
+
+@needs_data
+def test_qwens_tokenizer_without_tokenizer_json(tmp_path):
+    """As Dream publishes it: vocabulary and merges beside code that is not run."""
+    source = Path(DATA) / "tokenizers" / "qwen3"
+    model = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = (m if isinstance(m, str) else " ".join(m) for m in model["merges"])
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]), encoding="utf-8")
+    config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config |= {"tokenizer_class": "DreamTokenizer", "mask_token": "<|mask|>"}
+    config["auto_map"] = {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = load_tokenizer(tmp_path), load_tokenizer(source)
+    lines = (Path(DATA) / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:200]
+    lines += ["  it's 12345\n\n\tünïcödé 你好 <|im_start|>user"]
+    assert ours(lines)["input_ids"] == theirs(lines)["input_ids"]
+    assert (ours.mask_token_id, ours.eos_token) == (len(theirs), "<|im_end|>")
+    ours.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert again(lines)["input_ids"] == ours(lines)["input_ids"]
+    assert tokenizer_digest(again) == tokenizer_digest(ours)

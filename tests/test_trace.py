@@ -31,6 +31,17 @@ def test_tokens_stand_in_their_places_with_their_steps(file, capsys):
     assert figures == "4 tokens in 3 steps (1.33 per step), mean confidence 0.438"
 
 
+def test_a_later_commit_replaces_an_earlier_one(file, capsys):
+    revised = {**RECORD, "commits": [*RECORD["commits"], [3, 1, 9, 0.9]]}
+    file.write_text(json.dumps(revised))
+    assert main(["trace", str(file)]) == 0
+    _, drawing, figures = capsys.readouterr().out.splitlines()
+    assert drawing == "⏎₂  b₄ │a₃  b₃ │··"
+    assert figures == "4 tokens in 4 steps (1.00 per step), mean confidence 0.538, 1 revised"
+    column = [row[1] for row in grid(checked(revised, "here"))]
+    assert column == [0.5, 0.5, 0.5, 0.9]
+
+
 def test_late_tokens_are_brighter():
     text = unmasking({0: 4, 1: 0}, {0: "a", 1: "b"}, [0, 1], 8)
     shades = [str(span.style) for span in text.spans if "rgb" in str(span.style)]

@@ -9,7 +9,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from bwsft_kernels import block_mask, linear_argmax, linear_cross_entropy
+from bwsft_kernels import (
+    block_mask,
+    linear_argmax,
+    linear_cross_entropy,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from bwsft_kernels._device_triton import (
     _gumbel_word,
     down_cast,
@@ -168,7 +175,10 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
     """Liger-Kernel#1303, triton#2441. test_tuning.py checks what on_device itself does."""
     modules = [
         importlib.import_module(f"bwsft_kernels._{name}_triton")
-        for name in ("block_mask", "cross_entropy_rows", "grad_input", "head_loss", "head_stats")
+        for name in (
+            "block_mask", "cross_entropy_rows", "grad_input", "head_loss", "head_stats",
+            "rms_norm", "rotary", "swiglu",
+        )
     ]
     guarded, launched = [], []
 
@@ -194,4 +204,7 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
         linear_cross_entropy(x, head, target, impl="triton")
     linear_argmax(x, head, impl="triton")
     block_mask(target[None], [1], [2], MaskSpec(2, 39), impl="triton")
-    assert len(set(launched)) == 8  # the five files' kernels, all of them
+    rms_norm(x, torch.ones(8), 1e-5, impl="triton").sum().backward()
+    swiglu(x, x, impl="triton").sum().backward()
+    rotary(x[:, None], None, *torch.ones(2, 3, 1, 4), impl="triton")
+    assert len(set(launched)) == 13  # the eight files' kernels, all of them

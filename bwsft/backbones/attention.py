@@ -1,4 +1,4 @@
-"""Full bidirectional attention over packed rows, and half-rotation RoPE.
+"""Full bidirectional attention over packed rows, and the tables of RoPE.
 
 T packed tokens, S sequences, L the longest of them, H heads, K key/value heads, E head width.
 A model builds one layout per forward and hands it down its layers, so that no layer reads a
@@ -226,16 +226,9 @@ def _to_grid(x: Tensor, layout: AttentionLayout) -> Tensor:
 def rope_tables(
     position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, 1, E / 2] of the rotation angles, in at least float32."""
+    """Cosine and sine [T, 1, E / 2] of the rotation angles, in at least float32, as ``rotary`` of
+    bwsft_kernels takes them."""
     dtype = torch.promote_types(dtype, torch.float32)
     even = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=dtype)
     angles = position_ids.to(dtype)[:, None] * (1.0 / theta ** (even / head_dim))  # [T, E / 2]
     return angles.cos()[:, None, :], angles.sin()[:, None, :]
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE that pairs entry i with i + E / 2. x [T, H, E]; computed in the tables' dtype."""
-    cos, sin = tables
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)

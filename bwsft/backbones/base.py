@@ -161,7 +161,14 @@ class Backbone(nn.Module):
         return self.active_hidden_states(batch.ids[flat], span, context.cache), index
 
     @torch.no_grad()
-    def fill(self, batch: Any, cache: ContextCache, wanted: Tensor | None = None) -> Tensor:
+    def fill(
+        self,
+        batch: Any,
+        cache: ContextCache,
+        wanted: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Context pass: store every row's keys and values and show them all. Returns hidden states
         as :meth:`hidden_states`."""
         lengths = batch.cu_seqlens.diff()
@@ -175,6 +182,16 @@ class Backbone(nn.Module):
             cache,
             max_length=longest,
             wanted=wanted,
+            mask=mask,
+        )
+
+
+def check_context(family: Family, context: str) -> None:
+    """``ValueError`` for a context mode that the family's attention cannot have."""
+    if family.attention == "block_causal" and context != "block_causal":
+        raise ValueError(
+            f"this model attends from block to block and has no context {context}: use --context "
+            "block_causal"
         )
 
 

@@ -195,6 +195,10 @@ class LladaBackbone(Backbone):
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         self.base_model.model.gradient_checkpointing = enabled
 
+    def set_fused_ops(self, choice: bool | str) -> None:
+        """As :meth:`LladaModel.set_fused_ops`."""
+        self.base_model.model.set_fused_ops(choice)
+
 
 def family_of(config: LladaConfig) -> Family:
     """The family's facts from a config; ``ValueError`` if it names no mask or end token."""

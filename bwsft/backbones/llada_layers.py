@@ -5,34 +5,63 @@ T packed tokens, S sequences, D hidden size, V head rows, H heads, K key/value h
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 
+import bwsft_kernels
 import torch
 import torch.nn.functional as F
+from bwsft_kernels import plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import ActiveLayout, AttentionLayout, rope_tables, rotate
+from .attention import ActiveLayout, AttentionLayout, rope_tables
 from .llada_config import LladaConfig
+
+
+@cache
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def small_ops(choice: bool | str, x: Tensor) -> ModuleType:
+    """Where rms_norm, rotary and swiglu come from: ``bwsft_kernels`` fuses them, its ``plain`` is
+    torch. "auto" fuses on CUDA where triton is installed."""
+    if choice == "auto":
+        choice = x.is_cuda and _triton_is_there()
+    return bwsft_kernels if choice else plain
 
 
 class LladaRMSNorm(nn.Module):
     """Normalise in at least float32, cast back, then scale: the official rounding points."""
+
+    fused_ops: bool | str = "auto"
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normed rows; with ``delta``, those of x + delta and that sum itself."""
+        norm = partial(small_ops(self.fused_ops, x).rms_norm, weight=self.weight, eps=self.eps)
+        return norm(x) if delta is None else norm(delta, residual=x)
+
+
+def _normed(norm: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + delta), x + delta); ``delta`` None adds nothing."""
+    return (norm(x), x) if delta is None else norm(x, delta)
 
 
 class LladaBlock(nn.Module):
-    """One layer: x + attention(norm(x)), then x + SwiGLU(norm(x)), on rows [T, D]."""
+    """One layer: x + attention(norm(x)), then x + SwiGLU(norm(x)), on rows [T, D].
+
+    What the MLP adds goes to the next layer beside x, so that its norm can add it in one pass.
+    """
+
+    fused_ops: bool | str = "auto"
 
     def __init__(self, config: LladaConfig, layer: int):
         super().__init__()
@@ -51,20 +80,13 @@ class LladaBlock(nn.Module):
         # Read by _init_weights, which transformers calls on modules that own parameters only.
         self.attn_out.init_shrink = self.ff_out.init_shrink = math.sqrt(2 * (layer + 1))
 
-    def queries(self, normed: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, D] -> rotated queries [T, H, E]."""
-        return rotate(self.q_proj(normed).unflatten(-1, (-1, self.head_dim)), rope)
+    def heads(self, proj: nn.Module, normed: Tensor) -> Tensor:
+        """[T, D] -> [T, H or K, E]."""
+        return proj(normed).unflatten(-1, (-1, self.head_dim))
 
-    def keys_values(self, normed: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[T, D] -> rotated keys and plain values, both [T, K, E]."""
-        k, v = (
-            proj(normed).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj)
-        )
-        return rotate(k, rope), v
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        normed = self.ff_norm(x)
-        return x + self.ff_out(F.silu(self.ff_proj(normed)) * self.up_proj(normed))
+    def mlp(self, normed: Tensor) -> Tensor:
+        gate, up = self.ff_proj(normed), self.up_proj(normed)
+        return self.ff_out(small_ops(self.fused_ops, gate).swiglu(gate, up))
 
     def forward(
         self,
@@ -72,18 +94,25 @@ class LladaBlock(nn.Module):
         rope: tuple[Tensor, Tensor],
         layout: AttentionLayout | ActiveLayout,
         wanted: Tensor | None = None,
-    ) -> Tensor:
-        """Rows [T, D] -> [T, D], or with ``wanted`` [S, W] (indices of rows) -> [S * W, D]: keys
-        and values of all rows, everything else of the wanted ones."""
-        normed = self.attn_norm(x)
-        k, v = self.keys_values(normed, rope)
+        delta: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Rows x + ``delta`` [T, D] -> the layer's output as two summands [T, D], or with
+        ``wanted`` [S, W] (indices of rows) [S * W, D]: keys and values of all rows, everything
+        else of the wanted ones."""
+        rotary = small_ops(self.fused_ops, x).rotary
+        normed, x = _normed(self.attn_norm, x, delta)
+        k, v = self.heads(self.k_proj, normed), self.heads(self.v_proj, normed)
         width = None
-        if wanted is not None:
+        if wanted is None:
+            q, k = rotary(self.heads(self.q_proj, normed), k, *rope)
+        else:
             width = wanted.size(1)
+            k, _ = rotary(k, None, *rope)
             x, normed, *rope = (t.index_select(0, wanted.flatten()) for t in (x, normed, *rope))
-        q = self.queries(normed, rope)
-        x = x + self.attn_out(layout.attend(self.layer, q, k, v, width).flatten(1))
-        return self.feed_forward(x)
+            q, _ = rotary(self.heads(self.q_proj, normed), None, *rope)
+        attended = self.attn_out(layout.attend(self.layer, q, k, v, width).flatten(1))
+        normed, x = _normed(self.ff_norm, x, attended)
+        return x, self.mlp(normed)
 
 
 class LladaModel(nn.Module):
@@ -105,6 +134,15 @@ class LladaModel(nn.Module):
             parts["ff_out"] = nn.Linear(config.d_model, config.embedding_rows, bias=False)
         self.transformer = nn.ModuleDict(parts)
 
+    def set_fused_ops(self, choice: bool | str) -> None:
+        """Norms, rotary embedding and SwiGLU in one kernel each: True, False, or "auto" (the
+        default: on CUDA with triton). ``ValueError`` for anything else."""
+        if choice not in (True, False, "auto"):
+            raise ValueError(f'fused_ops must be true, false or "auto", not {choice!r}')
+        for module in self.modules():
+            if isinstance(module, (LladaBlock, LladaRMSNorm)):
+                module.fused_ops = choice
+
     @property
     def head_module(self) -> nn.Module:
         """The LM head: ``ff_out``, or the embedding itself where the weights are tied."""
@@ -124,14 +162,16 @@ class LladaModel(nn.Module):
         queries, output projection and MLP for them alone, which changes no number.
         """
         rope = rope_tables(position_ids, self.head_dim, self.rope_theta, x.dtype)
-        blocks = self.transformer["blocks"]
+        blocks, delta = self.transformer["blocks"], None
         for block in blocks:
             rows = wanted if block is blocks[-1] else None
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = self._gradient_checkpointing_func(block, x, rope, layout, rows)
+                x, delta = self._gradient_checkpointing_func(block, x, rope, layout, rows)
+                # Added here, so that one tensor per layer stays for backward and not two.
+                x, delta = x + delta, None
             else:
-                x = block(x, rope, layout, rows)
-        return self.transformer["ln_f"](x)
+                x, delta = block(x, rope, layout, rows, delta)
+        return _normed(self.transformer["ln_f"], x, delta)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.head_module

@@ -18,6 +18,24 @@ LLADA_TARGETS = {
     "all": r".*\.blocks\.\d+\.(q_proj|k_proj|v_proj|attn_out|ff_proj|up_proj|ff_out)",
     "released": r".*\.blocks\.\d+\.(q_proj|k_proj|v_proj|up_proj)",
 }
+# The same matrices under the names of other layouts.
+_DECODER_TARGETS = {
+    "all": r".*\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)",
+    "released": r".*\.layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.up_proj)",
+}
+_BERT = r".*\.encoder\.layer\.\d+\."
+_TARGETS = {
+    "llada": LLADA_TARGETS,
+    "bert": {
+        "all": _BERT + r"(attention\.self\.(query|key|value)|(attention\.)?output\.dense"
+        r"|intermediate\.dense)",
+        "released": _BERT + r"(attention\.self\.(query|key|value)|intermediate\.dense)",
+    },
+    "modernbert": {  # Wqkv is q, k and v; Wi is gate and up
+        "all": r".*\.layers\.\d+\.(attn\.(Wqkv|Wo)|mlp\.(Wi|Wo))",
+        "released": r".*\.layers\.\d+\.(attn\.Wqkv|mlp\.Wi)",
+    },
+}
 
 
 def add_lora(backbone, config, seed: int) -> None:
@@ -28,11 +46,12 @@ def add_lora(backbone, config, seed: int) -> None:
     """
     import peft
 
+    kind = backbone.base_model.config.model_type
     lora = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=LLADA_TARGETS[config.targets],
+        target_modules=_TARGETS.get(kind, _DECODER_TARGETS)[config.targets],
         bias="none",
     )
     torch.manual_seed(seed)

@@ -16,6 +16,12 @@ def on_device(tensor):
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+def close(tensor):
+    """The same values with neighbouring entries along the last dimension; the others may have any
+    strides, so that a slice of a joint projection isn't copied."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 @triton.jit
 def philox_words(position, draw, low, high, key_low, key_high):
     """The four words of Philox4x32-10 as uint32; of each argument the low 32 bits count."""

@@ -25,6 +25,50 @@ def graph_break(fn):
     return call
 
 
+def check_floating(**tensors: torch.Tensor) -> None:
+    """ValueError for a tensor that is distributed, or no floating-point one."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    for name, tensor in tensors.items():
+        if distributed is not None and isinstance(tensor, distributed.DTensor):
+            raise ValueError(f"{name} is a DTensor; gather it first, e.g. with full_tensor()")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, not {tensor.dtype}")
+
+
+def first_derivative_only(name: str):
+    """Decorator of a backward: what it returns raises where it is differentiated again, as a
+    gradient penalty does. Without it the second derivative would silently be 0."""
+
+    def decorate(backward):
+        @functools.wraps(backward)
+        def call(ctx, *upstream):
+            with torch.no_grad():
+                grads = backward(ctx, *upstream)
+            if not torch.is_grad_enabled():  # the rule: no create_graph=True
+                return grads
+            return tuple(
+                _NoSecondDerivative.apply(g, g.new_zeros(0).requires_grad_(), name)
+                if isinstance(g, torch.Tensor) else g for g in grads
+            )
+
+        return call
+
+    return decorate
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity of grad; anchor makes it part of a graph."""
+
+    @staticmethod
+    def forward(ctx, grad, anchor, name):
+        ctx.name = name
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        raise RuntimeError(f"{ctx.name} has no second derivative (double backward)")
+
+
 @functools.cache
 def _import_twin(name: str):
     """(module, None), or (None, why it can't be imported)."""

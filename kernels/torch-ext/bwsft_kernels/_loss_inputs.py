@@ -1,11 +1,10 @@
 """What `linear_cross_entropy` checks, and the choice of the rows that it multiplies."""
 
-import sys
 from dataclasses import dataclass
 
 import torch
 
-from ._dispatch import require
+from ._dispatch import check_floating, require
 from ._matmul import autocast_dtype
 
 
@@ -38,12 +37,8 @@ class LossRows:
 
 def check_head(input, weight, bias) -> None:
     """ValueError for shapes, dtypes and kinds of tensors that a linear head can't take."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
-        if distributed is not None and isinstance(tensor, distributed.DTensor):
-            raise ValueError(f"{name} is a DTensor; gather it first, e.g. with full_tensor()")
-        if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, not {tensor.dtype}")
+    named = {"input": input, "linear_weight": weight, "linear_bias": bias}
+    check_floating(**{name: t for name, t in named.items() if t is not None})
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
             f"linear_weight must be [V, D] and not empty, not {list(weight.shape)}; "

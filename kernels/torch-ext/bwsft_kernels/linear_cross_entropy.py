@@ -10,7 +10,7 @@ Letters: T tokens of the batch, N loss rows, D hidden size, V vocabulary.
 import torch
 
 from ._cross_entropy_rows import cross_entropy_rows_
-from ._dispatch import graph_break, triton_twin
+from ._dispatch import first_derivative_only, graph_break, triton_twin
 from ._loss_inputs import (
     LossOptions,
     LossRows,
@@ -93,25 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _reduce(loss, rows, job, shape)
 
     @staticmethod
+    @first_derivative_only("linear_cross_entropy")
     def backward(ctx, upstream):
-        with torch.no_grad():
-            grads = _gradients(ctx, upstream)
-        if torch.is_grad_enabled():  # create_graph=True
-            anchor = upstream.new_zeros(0).requires_grad_()
-            grads = [None if g is None else _NoSecondDerivative.apply(g, anchor) for g in grads]
-        return *grads, None, None, None
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Identity that raises when differentiated: without it a gradient penalty would do nothing."""
-
-    @staticmethod
-    def forward(ctx, grad, anchor):
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        raise RuntimeError("linear_cross_entropy has no second derivative (double backward)")
+        return *_gradients(ctx, upstream), None, None, None
 
 
 def _gradients(ctx, upstream):

@@ -1,0 +1,208 @@
+"""Launched operators of a layer, a training step and a denoising step, without and with fused ops.
+
+python benchmarks/bench_operators.py [--quick] [--size 8b] [--rows 8192] [--layers 32]
+    [--count-only] [--json FILE] [--plot FILE]
+
+naive: RMSNorm, rotary embedding, SwiGLU and residual adds as torch operators, as LLaDA's code has
+them; fused: one launch each (bwsft_kernels). Counted on a narrow bf16 model, since the width
+launches nothing; a fused call counts as what its launcher launches, views and allocations as
+nothing (launches.py). A layer of --size and the operations alone are timed too; on a CPU, where
+fused runs in torch and is off by default, that shows what its own backward costs. The gate compares
+a layer's numbers with float64. The last table is why LoRA's products are left to peft: autograd
+keeps X A and dY B' already, so the FLOPs are the least.
+"""
+
+import argparse
+from functools import partial
+
+import bwsft_kernels
+import harness
+import output
+import shapes
+import torch
+from bwsft_kernels import plain
+from launches import Launches, fused_launches
+from small_counts import counted_points, lora_linear
+
+from bwsft.backbones.attention import AttentionLayout, rope_tables
+from bwsft.backbones.llada_layers import LladaBlock
+
+REMARKS = (
+    "Operators are those of a GPU. Times on a CPU are those of fused's torch path, which is off "
+    "there by default.",
+    "Training step: one micro-batch of 4 sequences, forward and backward with LoRA on all "
+    "matrices, bf16 under autocast, without the optimiser. Denoising step: batch 1, a later step "
+    "of a block. Heads, masks and loss run in torch here and are the same in both.",
+    "LoRA linear: peft's FLOPs are the base matrix's plus the six rank-r products that any "
+    "implementation needs, so X A and dY B' are computed once already. An autograd function "
+    "written by hand did the same FLOPs in 3 forward and 8 backward operators instead of 5 and 8 "
+    "(with dropout 4 and 10 instead of 9 and 9, 7 where dropout is one operator), and would "
+    "replace the forward of peft's layer with its merging, disabling and mixed batches: left to "
+    "peft.",
+)
+
+
+def set_fused(module, choice) -> None:
+    for part in module.modules():
+        if hasattr(part, "fused_ops"):
+            part.fused_ops = choice
+
+
+def make_layer(size: str, rows: int, dtype, device):
+    """(block, arguments) of a frozen layer on rows of sequences of 256; x and delta have
+    gradients, as in LoRA training."""
+    config = shapes.config_of(size)
+    with device:
+        block = LladaBlock(config, 0).to(dtype)
+        torch.manual_seed(0)
+        for parameter in block.requires_grad_(False).parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+        x, delta = (torch.randn(rows, config.d_model, dtype=dtype) for _ in range(2))
+        positions = torch.arange(rows) % 256
+        rope = rope_tables(positions, config.head_dim, config.rope_theta, dtype)
+    layout = AttentionLayout(-(-rows // 256), min(256, rows))
+    return block, (x.requires_grad_(), rope, layout, None, delta.requires_grad_())
+
+
+def layer_step(block, arguments, fused: bool):
+    inputs = arguments[0], arguments[-1]
+    upstream = [torch.ones_like(t) for t in inputs]
+
+    def step():
+        set_fused(block, fused)
+        out = block(*arguments)
+        yield "forward"
+        torch.autograd.backward(out, upstream)
+        yield "backward"
+        for tensor in inputs:
+            tensor.grad = None
+
+    return step
+
+
+def check(size: str, rows: int, dtype, device) -> str:
+    """The gate: a layer's output with fused ops is as near to float64 as without."""
+    block, arguments = make_layer(size, rows, dtype, device)
+    outs = []
+    for fused in (False, True):
+        set_fused(block, fused)
+        outs.append(sum(block(*arguments)).detach().double())
+    set_fused(block.double(), False)
+    x, rope, layout, wanted, delta = arguments
+    rope = [t.double() for t in rope]
+    truth = sum(block(x.double(), rope, layout, wanted, delta.double())).detach()
+    naive, fused = ((out - truth).norm() / truth.norm() for out in outs)
+    if not fused <= 1.5 * naive + 4 * torch.finfo(torch.float32).eps:
+        return f"a fused layer is off by {float(fused):.2g}, a plain one by {float(naive):.2g}"
+    return ""
+
+
+def timed_layer(args, device):
+    """(settings, results) of one layer, timed at --size and counted."""
+    block, arguments = make_layer(args.size, args.rows, args.dtype, device)
+    steps = {"naive": layer_step(block, arguments, False),
+             "fused": layer_step(block, arguments, True)}
+    results = {name: harness.Result(name) for name in steps}
+    if not args.count_only:
+        harness.time_interleaved(steps, results, device, args.rounds)
+    hollow = make_layer(args.size, args.rows, args.dtype, torch.device("meta"))
+    flops = harness.count_flops(layer_step(*hollow, False))
+    narrow, inputs = make_layer("tiny", 64, torch.bfloat16, torch.device("cpu"))
+    for name, result in results.items():
+        counts, count, run = [], Launches(), layer_step(narrow, inputs, name == "fused")
+        with fused_launches(), count:
+            for _ in run():
+                counts.append(count.count)
+        result.operators, result.flops = counts[-1], flops
+        result.extra = {"forward operators": counts[0], "backward operators": counts[1] - counts[0]}
+        if not args.count_only:
+            result.tokens_per_s = args.rows / result.median_s
+            harness.memory(name, steps[name], device, result, args)
+    settings = {"part": "one layer, forward and backward", "size": args.size, "rows": args.rows,
+                "dtype": str(args.dtype)[6:]}
+    return settings, list(results.values())
+
+
+def small_steps(args, device) -> tuple[dict, dict]:
+    """(steps, bytes that each must move) of the three operations alone."""
+    config, rows = shapes.config_of(args.size), args.rows
+    with device:
+        def tensor(*shape):
+            return torch.randn(rows, *shape, dtype=args.dtype).requires_grad_()
+
+        x, residual = tensor(config.d_model), tensor(config.d_model)
+        gate, up = tensor(config.mlp_width), tensor(config.mlp_width)
+        q, k = (tensor(n, config.head_dim) for n in (config.n_heads, config.num_kv_heads))
+        weight = torch.ones(config.d_model, dtype=args.dtype)
+        tables = rope_tables(torch.arange(rows), config.head_dim, config.rope_theta, args.dtype)
+    calls = {
+        "rms_norm": ((x, weight, 1e-5, residual), (x, residual)),
+        "rotary": ((q, k, *tables), (q, k)),
+        "swiglu": ((gate, up), (gate, up)),
+    }
+
+    def step(function, inputs, trained):
+        out = function(*inputs)
+        yield "forward"
+        out = out if isinstance(out, tuple) else (out,)
+        torch.autograd.grad(out, trained, [t.detach() for t in out])
+        yield "backward"
+
+    steps = {
+        f"{name}_{kind}": partial(step, getattr(package, name), *calls[name])
+        for name in calls for kind, package in (("naive", plain), ("fused", bwsft_kernels))
+    }
+    traffic = {"rms_norm": 8 * x.nbytes, "rotary": 4 * (q.nbytes + k.nbytes + tables[0].nbytes),
+               "swiglu": 8 * gate.nbytes}
+    return steps, traffic
+
+
+def timed_operations(args, device):
+    """(settings, results) of the operations alone, forward and backward."""
+    steps, traffic = small_steps(args, device)
+    results = {name: harness.Result(name) for name in steps}
+    harness.time_interleaved(steps, results, device, args.rounds)
+    for name, result in results.items():
+        result.traffic_bytes = traffic[name.rpartition("_")[0]]
+    settings = {"part": "the operations alone, forward and backward", "size": args.size,
+                "rows": args.rows, "dtype": str(args.dtype)[6:]}
+    return settings, list(results.values())
+
+
+def parse(argv=None) -> argparse.Namespace:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=shapes.SIZES, default="8b" if gpu else "cpu")
+    parser.add_argument("--rows", type=int, default=8192 if gpu else 256)
+    parser.add_argument("--layers", type=int, default=32, help="of the model that is counted")
+    parser.add_argument("--count-only", action="store_true", help="time nothing")
+    harness.add_arguments(parser)
+    args = harness.parse(parser, argv, __file__)
+    args.rounds = args.rounds or (5 if args.quick else 20)
+    args.dtype = torch.bfloat16 if gpu else torch.float32
+    return args
+
+
+def main(argv=None) -> None:
+    args, device = parse(argv), harness.this_device()
+    if args.measure_memory:
+        block, arguments = make_layer(args.size, args.rows, args.dtype, device)
+        step = layer_step(block, arguments, args.measure_memory == "fused")
+        harness.print_memory(args.measure_memory, step, device)
+        return
+    size, rows = ("tiny", 64) if args.count_only else (args.size, min(args.rows, 1024))
+    if wrong := check(size, rows, args.dtype, device):
+        raise SystemExit(f"the check failed: {wrong}; nothing was measured")
+    peak = harness.Peak() if args.count_only else harness.peak_of(device)
+    head, points = output.header(device, peak, args), [timed_layer(args, device)]
+    if not args.count_only:
+        points.append(timed_operations(args, device))
+    points += [*counted_points(args.layers), lora_linear()]
+    for settings, results in points:
+        output.print_table(output.settings_text(settings), head, results, peak)
+    output.finish(args, "operators", head, points, REMARKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Operators of training and denoising steps without and with the small fused operations, and of a
+matrix with LoRA: the counted tables of bench_operators.py."""
+
+import itertools
+from functools import partial
+from unittest import mock
+
+import harness
+import models
+import operators
+import shapes
+import torch
+from launches import Launches, fused_launches
+from steps import MODES, Job, make_job
+
+from bwsft.backbones.load import new_backbone
+from bwsft.decoding import DecodeConfig
+
+CONTEXTS = ("exact", "cached", "prefix", "block_causal")
+
+
+def trained(layers: int, fused: bool):
+    """A narrow model with LoRA on all matrices, prepared as on CUDA."""
+    from peft.tuners.lora import LoraLayer
+
+    config = shapes.config_of("tiny")
+    config.n_layers = layers
+    backbone = new_backbone(config, seed=0).bfloat16()
+    models.adapt(backbone, 2)
+    for module in backbone.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
+    backbone.set_fused_ops(fused)
+    return backbone
+
+
+def training_operators(mode, job: Job, layers: int, fused: bool) -> list[int]:
+    """[operators] of forward and backward of the job's first micro-batch."""
+    backbone = trained(layers, fused)
+    run = job.run(backbone, mode)
+    run.autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    with Launches() as count:
+        for loss in mode.losses(run, job.batches[0]):
+            loss.total.backward()
+    return [count.count]
+
+
+def decoding_operators(context: str, layers: int, fused: bool) -> list[int]:
+    """Operators of a later denoising step of a block, and of its first one."""
+    model = operators.narrow_model(layers, 64).bfloat16()
+    model.set_fused_ops(fused)
+    config = DecodeConfig(16, 8, context=context)
+    with mock.patch.object(operators, "CountOperators", Launches):
+        counts = operators.operators_per_step(model, [[3] * 16], config)
+    return [counts[9], counts[8]]
+
+
+def counted(names, count, layers: int) -> list[harness.Result]:
+    """Two rows for each name; count(name, layers, fused) -> operators, and those of a first step.
+
+    Layers but the last cost the same, so two and three tell the cost of any number."""
+    results = []
+    for name, fused in itertools.product(names, (False, True)):
+        with fused_launches():
+            two, three = (count(name, n, fused) for n in (2, 3))
+        total = [a + (layers - 2) * (b - a) for a, b in zip(two, three, strict=True)]
+        extra = {"per layer": three[0] - two[0]}
+        if len(total) > 1:
+            extra |= {"first step": total[1], "its layers": three[1] - two[1]}
+        kind = "fused" if fused else "naive"
+        results.append(harness.Result(f"{name}_{kind}", operators=total[0], extra=extra))
+    return results
+
+
+def counted_points(layers: int) -> list:
+    job = make_job("tiny", [(16, 32)] * 4, 4, 8, torch.device("cpu"), gen_length=32)
+
+    def training(name, layers, fused):
+        return training_operators(MODES[name], job, layers, fused)
+
+    points = []
+    for part, names, count in (("training step", MODES, training),
+                               ("denoising step", CONTEXTS, decoding_operators)):
+        points.append(({"part": part, "layers": layers}, counted(names, count, layers)))
+    return points
+
+
+def lora_linear():
+    """(settings, results) of one matrix without and with LoRA, forward and backward, in fp32."""
+    rows, width, out, rank = 256, 64, 96, 8
+    x, results = torch.randn(rows, width, requires_grad=True), []
+    for name, dropout in (("base", None), ("peft", 0.0), ("peft_dropout", 0.05)):
+        module = torch.nn.Sequential(torch.nn.Linear(width, out, bias=False)).requires_grad_(False)
+        if dropout is not None:
+            import peft
+
+            config = peft.LoraConfig(r=rank, target_modules=["0"], lora_dropout=dropout)
+            module = peft.get_peft_model(module, config).train()
+
+        def step(module=module):
+            y = module(x)
+            yield "forward"
+            y.sum().backward()
+            yield "backward"
+
+        result = harness.Result(name)
+        harness.count_cost(step, result)
+        result.extra = {"rank products": (result.flops - 4 * rows * width * out)
+                        / (rows * rank * (width + out))}
+        results.append(result)
+    settings = {"part": "LoRA linear", "rows": rows, "in": width, "out": out, "rank": rank}
+    return settings, results

@@ -1,0 +1,81 @@
+"""A causal LM of transformers that scores what another model drafts (Adaptive Parallel Decoding).
+
+S sequences, W rows of a span, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bwsft import strict_json
+from bwsft.context import ContextCache, Span
+
+from .base import Family
+from .decoder import DecoderBackbone, _ActiveCache, new_decoder
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """An autoregressive model: row i of its hidden states predicts token i + 1."""
+
+    decoder: DecoderBackbone
+    name: str = ""
+    """Folder or Hub id that it comes from."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of its head."""
+        return len(self.decoder.head()[0])
+
+    @property
+    def max_positions(self) -> int:
+        return self.decoder.family.max_positions
+
+    def causal_states(self, ids: Tensor, span: Span, cache: ContextCache) -> Tensor:
+        """Rows of a span, ids [S, W], each after the cached positions before it -> [S * W, D].
+        Their keys and values stay in the cache."""
+        positions = span.positions()
+        recorder = _ActiveCache(cache, cache.slots(positions, span.repeats()))
+        slot = torch.arange(cache.reach, device=ids.device)
+        mask = (slot <= positions[..., None])[:, None]
+        return self.decoder._run(ids, positions, mask, recorder)
+
+
+def new_verifier(model: PreTrainedModel, name: str = "") -> Verifier:
+    """ValueError for a model whose attention or head this cannot serve; see `new_decoder`."""
+    config = model.config
+    family = Family(
+        mask_id=0,  # it never meets one
+        eos_id=0,
+        end_ids=(),
+        vocab_size=min(config.vocab_size, model.get_input_embeddings().num_embeddings),
+        max_positions=config.max_position_embeddings,
+        logit_shift=1,
+    )
+    return Verifier(new_decoder(model.eval(), family), name)
+
+
+def load_verifier(
+    path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Verifier:
+    """The causal LM in a folder or of a Hub id, from safetensors, without remote code. ValueError
+    if it can't be loaded."""
+    folder = Path(path)
+    if folder.is_dir():
+        strict_json.check_regular(folder)
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(f"{path} holds an adapter: merge it, and name a model folder")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, use_safetensors=True, attn_implementation="sdpa",
+            trust_remote_code=False,
+        )  # fmt: skip
+    except Exception as error:  # transformers raises many kinds for a damaged or missing folder
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"can't load a causal LM from {path}: {reason}") from error
+    return new_verifier(model.to(device), str(path))

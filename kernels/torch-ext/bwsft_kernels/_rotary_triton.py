@@ -1,0 +1,97 @@
+"""Rotary embedding of queries and keys in Triton: one token's heads share its cosines and sines.
+
+The twin of rotary.py. Letters: T tokens, H query heads, K key/value heads, E head width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ._device_triton import close, down_cast, on_device
+
+PAIRS = 2048  # of a program: 16 a thread with 4 warps
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr,
+    out_ptr,
+    token,
+    heads,
+    HEADS,
+    stride_token,
+    stride_head,
+    cos,
+    sin,
+    HALF: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK_E)
+    inside = (heads < HEADS)[:, None] & (cols < HALF)[None, :]
+    place = token * stride_token + heads[:, None] * stride_head + cols[None, :]
+    first = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    out_ptr += (token * HEADS + heads[:, None]) * (2 * HALF) + cols[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out_ptr, down_cast(first * cos - second * sin, dtype), mask=inside)
+    tl.store(out_ptr + HALF, down_cast(second * cos + first * sin, dtype), mask=inside)
+
+
+@triton.jit
+def _rotary_heads_kernel(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    H,
+    K,
+    stride_q,
+    stride_q_head,
+    stride_k,
+    stride_k_head,
+    Q_BLOCKS,
+    INVERSE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, BLOCK_E)
+    cos = tl.load(cos_ptr + token * HALF + cols, mask=cols < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + cols, mask=cols < HALF, other=0.0)[None, :]
+    if INVERSE:
+        sin = -sin
+    heads = tl.arange(0, BLOCK_H)
+    if block < Q_BLOCKS:
+        heads += block * BLOCK_H
+        _turn_heads(q_ptr, q_out_ptr, token, heads, H, stride_q, stride_q_head, cos, sin,
+                    HALF, BLOCK_E)  # fmt: skip
+    else:
+        heads += (block - Q_BLOCKS) * BLOCK_H
+        _turn_heads(k_ptr, k_out_ptr, token, heads, K, stride_k, stride_k_head, cos, sin,
+                    HALF, BLOCK_E)  # fmt: skip
+
+
+def turn(q, k, cos, sin, inverse: bool):
+    """As _turn of rotary.py, for fp32 and 16-bit tensors."""
+    if q is None:
+        return turn(k, q, cos, sin, inverse)[::-1] if k is not None else (None, None)
+    q, other = close(q), close(q if k is None else k)
+    (size, heads, width), more = q.shape, 0 if k is None else other.shape[1]
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_out = None if k is None else torch.empty_like(k, memory_format=torch.contiguous_format)
+    block_e = triton.next_power_of_2(width // 2)
+    block_h = min(triton.next_power_of_2(max(heads, more)), max(1, PAIRS // block_e))
+    blocks, more_blocks = triton.cdiv(heads, block_h), triton.cdiv(more, block_h)
+    if size:
+        with on_device(q):
+            # Without fused multiply-adds, so that the numbers are torch's to the last bit.
+            _rotary_heads_kernel[(size, blocks + more_blocks)](
+                q, other, cos.contiguous(), sin.contiguous(), q_out, q_out if k is None else k_out,
+                heads, more, q.stride(0), q.stride(1), other.stride(0), other.stride(1), blocks,
+                INVERSE=inverse, HALF=width // 2, BLOCK_H=block_h, BLOCK_E=block_e,
+                num_warps=4, enable_fp_fusion=False,
+            )
+    return q_out, k_out

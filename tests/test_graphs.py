@@ -1,0 +1,171 @@
+"""Recorded forwards against eager ones. Where no GPU is, a tape stands for the CUDA graph: it keeps
+every operator with the tensors it ran on and runs them again on that same memory, so that whatever
+a replay doesn't copy into its buffers stays as it was when recorded."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from bwsft import decode_context, graphs
+from bwsft.backbones.llada import LladaConfig
+from bwsft.backbones.load import new_backbone
+from bwsft.decoding import DecodeConfig
+from bwsft.generate import generate
+from bwsft.graphs import GraphedPasses
+
+VOCABULARY, MASK = 16, 15
+
+
+class Tape(TorchDispatchMode):
+    """Operators in order, each with its arguments and what it wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            aliases = [r.alias_info for r in func._schema.returns]
+            if any(a is not None and not a.is_write for a in aliases):
+                continue  # a view of memory that is on the tape
+            new = func(*args, **kwargs)
+            if not any(a is not None for a in aliases):
+                tree_map(lambda x, y: x.copy_(y) if isinstance(x, torch.Tensor) else x, out, new)
+
+
+class Recorder:
+    """Counts what is recorded and replayed."""
+
+    def __init__(self):
+        self.recorded = self.replayed = 0
+        self.operators = set()
+
+    def __call__(self, run):
+        self.recorded += 1
+        with Tape() as tape:
+            output = run()
+        self.operators |= {call[0] for call in tape.calls}
+
+        def replay():
+            self.replayed += 1
+            tape.replay()
+
+        return replay, output
+
+
+def model_of(dtype=torch.float64, seed=0, **family):
+    config = LladaConfig(
+        d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, mlp_hidden_size=24,
+        vocab_size=VOCABULARY, max_sequence_length=96, mask_token_id=MASK, eos_token_id=1,
+        pad_token_id=1,
+    )  # fmt: skip
+    model = new_backbone(config, seed, dtype=dtype)
+    with torch.no_grad():
+        for name, weight in model.model.named_parameters():
+            if "proj" in name or "_out" in name:
+                weight.mul_(3)
+    model.family = dataclasses.replace(model.family, end_ids=(1, 2), **family)
+    return model.eval()
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    found = Recorder()
+    monkeypatch.setattr(decode_context, "graphed", lambda model: GraphedPasses(model, found))
+    return found
+
+
+RULES = {
+    "quota": {},
+    "threshold": {"rule": "threshold", "threshold": 0.6},
+    "noisy": {"temperature": 0.7, "seed": 3},
+}
+
+
+FAMILIES = {"plain": {}, "shift": {"logit_shift": 1}, "grid": {"block_origin": "absolute"}}
+PAIRS = [
+    (context, FAMILIES[family])
+    for context in ("exact", "cached", "prefix", "block_causal")
+    for family in FAMILIES
+    if (context, family) != ("block_causal", "shift")  # refused
+]
+
+
+# Models of which some rows end early and others go on to the last block.
+@pytest.mark.parametrize("seed", [0, 4])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("context", "family"), PAIRS, ids=str)
+def test_tokens_and_confidences_are_those_of_eager_passes(context, rule, family, seed, recorder):
+    model = model_of(seed=seed, **family)
+    prompts = [[3, 4, 5], [7] * 6, [9, 3, 4, 8, 5], [6, 11]]
+    config = DecodeConfig(16, 4, context=context, **RULES[rule])
+    plain = generate(model, prompts, config, trace=True)
+    assert not recorder.recorded
+    found = generate(model, prompts, dataclasses.replace(config, graphs=True), trace=True)
+    assert recorder.recorded
+    assert recorder.replayed >= max(g.steps for g in found) - 5 * (context in ("cached", "prefix"))
+    for a, b in zip(plain, found, strict=True):
+        assert (a.tokens, a.steps, a.passes) == (b.tokens, b.steps, b.passes)
+        for x, y in zip(a.trace, b.trace, strict=True):
+            assert x[:3] == y[:3]
+            # Attention under a mask sums in another order: a few ulp of float64.
+            assert x.confidence == pytest.approx(y.confidence, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("context", "recordings"), [("exact", 1), ("cached", 1), ("prefix", 4), ("block_causal", 3)]
+)
+def test_one_recording_serves_every_block(context, recordings, recorder, monkeypatch):
+    """Of rows that stay to the end. The suffix of `prefix` gets shorter block by block; in
+    block_causal finished blocks are stored by a forward of its own shapes, and the last block sees
+    the whole cache, which needs no mask."""
+    monkeypatch.setattr("bwsft.backbones.llada.check_ids", lambda *ids: None)  # on a CPU alone
+    config = DecodeConfig(16, 4, context=context, stop_at_end=False, graphs=True)
+    generate(model_of(), [[3, 4, 5], [7] * 3], config)
+    assert recorder.recorded == recordings
+    if context != "exact":  # its padded attention, which no CUDA graph takes, asks for the lengths
+        assert torch.ops.aten._local_scalar_dense.default not in recorder.operators
+    steps = {"exact": 16, "cached": 12, "prefix": 12, "block_causal": 16 + 3}
+    assert recorder.replayed == steps[context]
+
+
+def test_batches_do_not_share_recordings(recorder):
+    config = DecodeConfig(8, 4, context="cached", batch_size=2, graphs=True)
+    model, prompts = model_of(), [[3, 4, 5], [7] * 6, [9, 3, 4, 8, 5], [6, 11]]
+    plain = dataclasses.replace(config, graphs=False, batch_size=4)
+    tokens = [g.tokens for g in generate(model, prompts, config)]
+    assert tokens == [g.tokens for g in generate(model, prompts, plain)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_says_what_graphs_need(dtype):
+    with pytest.raises(ValueError, match="on a CUDA device: leave it out"):
+        generate(model_of(dtype), [[3]], DecodeConfig(4, 4, graphs=True))
+
+
+def test_autocast_cache_comes_back():
+    assert torch.is_autocast_cache_enabled()
+    with graphs.without_autocast_cache():
+        assert not torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("context", ["exact", "cached", "prefix"])
+def test_cuda_graphs_give_the_tokens_of_eager_passes(context):
+    """With prompts of one length both run the same kernels on the same shapes."""
+    model = model_of(torch.bfloat16).cuda()
+    prompts = [[3, 4, 5], [7] * 3, [9, 3, 4]]
+    config = DecodeConfig(16, 4, context=context, stop_at_end=False)
+    plain = generate(model, prompts, config)
+    found = generate(model, prompts, dataclasses.replace(config, graphs=True))
+    assert [g.tokens for g in plain] == [g.tokens for g in found]

@@ -1,0 +1,103 @@
+"""QLoRA's guards, and what is quantised; with a stand-in for bitsandbytes, which needs a GPU."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from bwsft import config as c
+from bwsft.backbones.llada import LladaConfig
+from bwsft.backbones.load import new_backbone
+from bwsft.backbones.lora import LLADA_TARGETS, add_lora
+from bwsft.backbones.quantized import quantize, require_bitsandbytes
+
+CPU = torch.device("cpu")
+
+
+class Params4bit(nn.Parameter):
+    """Rounds when it moves, as the real one does: here to tenths."""
+
+    def __new__(cls, data, requires_grad=False, module=None, **options):
+        found = torch.Tensor._make_subclass(cls, data, requires_grad)
+        found.module, found.options = module, options
+        return found
+
+
+class Linear4bit(nn.Linear):
+    def __init__(self, inputs, outputs, bias, compute_dtype, device, **options):
+        super().__init__(inputs, outputs, bias, device=device)
+        self.compute_dtype, self.options = compute_dtype, options
+
+    def to(self, device):
+        assert self.weight.module is self and self.weight.options == self.options
+        self.weight = nn.Parameter((self.weight.data * 10).round() / 10, requires_grad=False)
+        return super().to(device)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    fake = SimpleNamespace(nn=SimpleNamespace(Linear4bit=Linear4bit, Params4bit=Params4bit))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return fake
+
+
+def backbone(**fields):
+    shape = dict(d_model=32, n_layers=2, n_heads=2, mlp_hidden_size=48, vocab_size=64)
+    ids = dict(mask_token_id=1, eos_token_id=0, pad_token_id=0, max_sequence_length=64)
+    return new_backbone(LladaConfig(**shape, **ids, **fields), 5, dtype=torch.bfloat16)
+
+
+def test_without_bitsandbytes_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # what a missing module raises too
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="CUDA device and bitsandbytes: pip install bitsandbytes"):
+        require_bitsandbytes()
+
+
+def test_without_a_cuda_device_it_says_so(library, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device is available"):
+        quantize(backbone(), CPU)
+
+
+def test_the_module_is_imported_only_when_asked_for(library):
+    assert require_bitsandbytes() is library
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_matrices_of_the_blocks_and_nothing_else(library, tied):
+    model, before = backbone(weight_tying=tied), backbone(weight_tying=tied)
+    quantize(model, CPU)
+    quantised = {n: m for n, m in model.model.named_modules() if isinstance(m, Linear4bit)}
+    wanted = re.compile(LLADA_TARGETS["all"])
+    assert set(quantised) == {n for n, _ in before.model.named_modules() if wanted.fullmatch(n)}
+    assert len(quantised) == 14
+    for module in quantised.values():
+        assert module.options == {"compress_statistics": True, "quant_type": "nf4"}
+        assert module.compute_dtype == torch.bfloat16 and not module.weight.requires_grad
+    old = before.model.state_dict()
+    for name, weight in model.model.state_dict().items():
+        rounded = name.removesuffix(".weight") in quantised
+        assert torch.equal(weight, (old[name] * 10).round() / 10 if rounded else old[name]), name
+    assert type(model.base_model.model.head_module) is (nn.Embedding if tied else nn.Linear)
+    assert model.model.is_loaded_in_4bit
+
+
+def test_adapters_train_on_it_and_the_base_stays(library, monkeypatch):
+    model = backbone()
+    quantize(model, CPU)
+    monkeypatch.delitem(sys.modules, "bitsandbytes")  # peft would look for its layers in it
+    add_lora(model, c.LoraConfig(rank=2, alpha=4.0, dropout=0.0), seed=1)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    ids, cu_seqlens = torch.arange(2, 12), torch.tensor([0, 4, 10])
+    positions = torch.cat([torch.arange(4), torch.arange(6)])
+    batch = SimpleNamespace(ids=ids, position_ids=positions, cu_seqlens=cu_seqlens)
+    rows = torch.tensor([1, 3, 8])
+    model.train()(batch, rows, ids[rows], torch.ones(3)).backward()
+    grown = [n for n, p in model.named_parameters() if p.grad is not None]
+    assert len(grown) == 2 * 14 and all("lora_" in n for n in grown)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
