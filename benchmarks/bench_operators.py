@@ -23,12 +23,14 @@ import torch
 from bwsft_kernels import plain
 from launches import Launches, fused_launches
 from small_counts import counted_points, lora_linear
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bwsft.backbones.attention import AttentionLayout, rope_tables
 from bwsft.backbones.llada_layers import LladaBlock
 
 REMARKS = (
-    "Operators are those of a GPU. Times on a CPU are those of fused's torch path, which is off "
+    "Operators, and what a layer with frozen weights keeps for backward in bf16 (32 layers keep 32 "
+    "times that), are those of a GPU. Times on a CPU are those of fused's torch path, which is off "
     "there by default.",
     "Training step: one micro-batch of 4 sequences, forward and backward with LoRA on all "
     "matrices, bf16 under autocast, without the optimiser. Denoising step: batch 1, a later step "
@@ -53,11 +55,14 @@ def make_layer(size: str, rows: int, dtype, device):
     gradients, as in LoRA training."""
     config = shapes.config_of(size)
     with device:
-        block = LladaBlock(config, 0).to(dtype)
+        block = LladaBlock(config, 0)
         torch.manual_seed(0)
-        for parameter in block.requires_grad_(False).parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02)
+        for module in block.modules():
+            for name, old in module._parameters.items():
+                if old is not None:  # not .to(dtype), which fake tensors can't do
+                    new = torch.ones(old.shape, dtype=dtype)
+                    new = new if new.dim() == 1 else new.normal_(std=0.02)
+                    module._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
         x, delta = (torch.randn(rows, config.d_model, dtype=dtype) for _ in range(2))
         positions = torch.arange(rows) % 256
         rope = rope_tables(positions, config.head_dim, config.rope_theta, dtype)
@@ -79,6 +84,28 @@ def layer_step(block, arguments, fused: bool):
             tensor.grad = None
 
     return step
+
+
+def kept_bytes(size: str, rows: int, fused: bool) -> int:
+    """What a bf16 layer keeps for backward beside its weights and the rotary tables, which all
+    layers share."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage  # held, so that no other one gets its address
+        return tensor
+
+    # Tensors without values that say they are on a CPU, whose attention keeps what flash attention
+    # does; that of the meta device keeps the square of scores.
+    with FakeTensorMode():
+        block, arguments = make_layer(size, rows, torch.bfloat16, torch.device("cpu"))
+        set_fused(block, fused)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            block(*arguments)
+    for tensor in (*block.parameters(), *arguments[1]):
+        kept.pop(tensor.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def check(size: str, rows: int, dtype, device) -> str:
@@ -115,7 +142,10 @@ def timed_layer(args, device):
             for _ in run():
                 counts.append(count.count)
         result.operators, result.flops = counts[-1], flops
-        result.extra = {"forward operators": counts[0], "backward operators": counts[1] - counts[0]}
+        result.extra = {
+            "forward operators": counts[0], "backward operators": counts[1] - counts[0],
+            "MiB kept in bf16": kept_bytes(args.size, args.rows, name == "fused") / 2**20,
+        }
         if not args.count_only:
             result.tokens_per_s = args.rows / result.median_s
             harness.memory(name, steps[name], device, result, args)

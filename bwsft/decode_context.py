@@ -24,6 +24,7 @@ from bwsft.backbones.base import Backbone
 from bwsft.canvas import Canvas, Packed, upload
 from bwsft.context import ContextCache, Span
 from bwsft.decoding import DecodeConfig, PlannedStep, block_bounds
+from bwsft.graphs import GraphedPasses, graphed
 from bwsft.modes import PAD, block_causal_mask, grid_numbers
 
 
@@ -32,6 +33,7 @@ class DecodeContext:
     """The context cache of one batch and what it holds; `passes` counts each row's forwards."""
 
     model: Backbone
+    run: Backbone | GraphedPasses  # where the passes of a step go
     config: DecodeConfig
     cache: ContextCache | None
     passes: list[int]
@@ -44,7 +46,8 @@ class DecodeContext:
         rows, cache = canvas.rows, None
         if config.context != "exact":
             cache = model.new_cache(len(rows), max(row.length for row in rows))
-        return cls(model, config, cache, [0] * len(rows))
+        run = graphed(model) if config.graphs else model
+        return cls(model, run, config, cache, [0] * len(rows))
 
     def keep(self, kept: list[int]) -> None:
         """Retired rows leave the cache."""
@@ -92,7 +95,7 @@ class DecodeContext:
         wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
         if scale:
             view, wanted = with_blind_rows(view, wanted, canvas, self.model.family.mask_id)
-        hidden = self.model.hidden_states(*view[:3], max_length=view.max_length, wanted=wanted)
+        hidden = self.run.hidden_states(*view[:3], max_length=view.max_length, wanted=wanted)
         if not scale:
             return hidden
         # The head is linear: combining its input is combining the logits.
@@ -159,7 +162,7 @@ class DecodeContext:
             starts = starts[cache.rows]
         span = span.shifted(self.model.family.logit_shift)
         ids = canvas.ids[starts[:, None].long() + span.positions()]
-        return self.model.active_hidden_states(ids, span, cache, wanted)
+        return self.run.active_hidden_states(ids, span, cache, wanted)
 
     def part(self, rows: list[int], block: Span) -> tuple[ContextCache, Span]:
         """Cache and active blocks of some rows."""

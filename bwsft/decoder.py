@@ -127,6 +127,8 @@ class Decoder:
             model, tokenizer=options.tokenizer, device=options.device, dtype=dtype
         )
         training = training_config(model, trained)
+        if trained.backbone.family.attention == "block_causal":  # it can decode in no other mode
+            settings.setdefault("context", "block_causal")
         for name in FROM_TRAINING:
             settings.setdefault(name, training.get(name, getattr(DecodeConfig, name)))
         if hint := context_hint(training.get("context"), settings["context"]):

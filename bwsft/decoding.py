@@ -41,6 +41,8 @@ class DecodeConfig:
     of every block. No result depends on it."""
     context: Literal["exact", "cached", "prefix", "block_causal"] = "exact"
     """How the context of the active block is computed (bwsft/decode_context.py)."""
+    graphs: bool = False
+    """CUDA: record the forwards of a step and launch each as one graph (bwsft/graphs.py)."""
     refresh: int = 0
     """Recompute the context of a block every so many steps; 0: on entering it only."""
     rule: Rule = "quota"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bwsft import config as c
 from bwsft import data as d
+from bwsft.backbones.base import Family
 from bwsft.checkpoint import locate
 from bwsft.decoder import Decoder
 from bwsft.decoding import DecodeConfig
@@ -72,7 +73,7 @@ def decoded(
     def newest() -> Trained:
         return load_trained(str(checkpoint), device=options.device)
 
-    columns = [answers("base", base, template, start_mode(config), prompts, settings)]
+    columns = [answers("base", base, template, start_mode(config, plan.family), prompts, settings)]
     notes = []
     if checkpoint is None:
         notes.append("No checkpoint yet: the samples are the base's.")
@@ -91,10 +92,13 @@ def decoded(
     return samples, notes
 
 
-def start_mode(config: c.Config) -> str:
-    """Context mode of the model that a run starts from: its own training's, else exact."""
+def start_mode(config: c.Config, family: Family) -> str:
+    """Context mode of the model that a run starts from: its own training's, else what its family
+    has, else exact."""
     _, state = locate(config.model) if config.model else (None, None)
-    return state["config"]["context"] if state else "exact"
+    if state:
+        return state["config"]["context"]
+    return "block_causal" if family.attention == "block_causal" else "exact"
 
 
 def answers(

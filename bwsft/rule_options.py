@@ -89,5 +89,7 @@ def check_apd(config: DecodeConfig) -> None:
         raise ValueError(
             f"rule apd needs context exact, not {config.context}: its own cache is kv_window"
         )
+    if config.graphs:
+        raise ValueError("rule apd runs other shapes in every step: leave graphs out")
     if config.cfg_scale:
         raise ValueError("rule apd mixes the logits of two models already: leave cfg_scale out")

@@ -90,7 +90,7 @@ class VerifiedContext(DecodeContext):
     ) -> VerifiedContext:
         size, longest = len(canvas.rows), max(row.length for row in canvas.rows)
         cache = None if config.kv_window is None else model.new_cache(size, longest)
-        context = cls(model, config, cache, [0] * size)
+        context = cls(model, model, config, cache, [0] * size)
         context.draft_head = head_of(model)
         if config.option("mixture") < 1:
             second = Head(*verifier.decoder.head(), verifier.vocab_size)

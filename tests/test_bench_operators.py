@@ -29,7 +29,12 @@ def test_a_layer_launches_its_matmuls_and_five_more(bench):
     sums of the gradients that meet at the two normed inputs."""
     args = bench.parse(["--count-only", "--size", "tiny", "--rows", "64"])
     settings, (naive, fused) = bench.timed_layer(args, CPU)
+    kept = fused.extra.pop("MiB kept in bf16")
     assert fused.extra == {"forward operators": 12, "backward operators": 15}
+    # Rows of 32: the two sums, q, k, v and what attention made; of 48: gate and up. 4 bytes of each
+    # norm for 1 / rms, and of each head for attention's log-sum-exp. Frozen matrices keep nothing.
+    assert kept * 2**20 == 64 * (2 * (6 * 32 + 2 * 48) + 4 * (2 + 2))
+    assert naive.extra["MiB kept in bf16"] > 1.3 * kept
     assert naive.extra["forward operators"] > 40 and naive.operators > 100
     assert naive.flops == fused.flops > 0 and naive.median_s is None
     assert settings["size"] == "tiny"

@@ -391,6 +391,15 @@ def test_own_dropouts_are_off_and_the_saved_config_is_as_it_was(tmp_path):
     assert not any("bwsft" in str(value) for value in saved.values())
 
 
+def test_what_is_sharded_on_its_own_are_layers(name):
+    """The embedding is tied to the head, which FSDP must gather with it."""
+    model = backbone(name)
+    names = model.base_model._no_split_modules
+    found = [m for m in model.modules() if type(m).__name__ in names]
+    assert len(found) == model.decoder.config.num_hidden_layers
+    assert not any(m is model.decoder.embeddings for m in found)
+
+
 def test_what_it_cannot_serve_is_refused():
     def refused(match, model=None, **changes):
         with pytest.raises(ValueError, match=match):

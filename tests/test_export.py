@@ -247,6 +247,18 @@ def test_it_writes_what_transformers_would(make, tmp_path):
         assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_the_dtype_of_config_json_counts_as_in_loading(make, tmp_path):
+    checkpoint = make(torch.float32)
+    base = checkpoint.parents[2] / "base"
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    before = load_file(base / "model.safetensors")["model.transformer.wte.weight"]
+    for dtype, expected in ((None, before.bfloat16()), ("float32", before.bfloat16().float())):
+        found = exported(checkpoint, tmp_path / str(dtype), dtype=dtype)
+        assert found["model.transformer.wte.weight"].dtype == expected.dtype
+        assert torch.equal(found["model.transformer.wte.weight"], expected)
+
+
 def test_nothing_is_overwritten_and_nothing_is_left_half(adapter, tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="there exists"):

@@ -33,6 +33,7 @@ from bwsft.decoding import DecodeConfig
 from bwsft.export import ExportOptions, run_export
 from bwsft.generate import generate
 from bwsft.models import load_trained
+from bwsft.objectives.nelbo import masked_states
 from bwsft.run import setup
 
 B = 4
@@ -262,6 +263,21 @@ def plain_loss(plain, mode, batch, call, mask_id):
     return float(total)
 
 
+@torch.no_grad()
+def plain_score(plain, mode, batch, state, mask_id):
+    """The held-out loss of a state: one block of every sequence is partly masked."""
+    total, edges = 0.0, batch.cu_seqlens.tolist()
+    for s, (start, stop) in enumerate(zip(state.start.tolist(), state.stop.tolist(), strict=True)):
+        ids = state.noisy.ids[edges[s] : edges[s + 1]]
+        entered = ids.clone()
+        entered[start:stop] = mask_id
+        logits = plain.block(mode, ids, int(batch.prompt_lengths[s]), start, stop, entered)
+        for row, token, weight in zip(state.rows, state.target, state.weight, strict=True):
+            if edges[s] <= row < edges[s + 1]:
+                total += F.cross_entropy(logits[row - edges[s] - start], token) * weight
+    return float(total)
+
+
 # --- training ---
 
 
@@ -272,7 +288,7 @@ def facts_of(family):
 @families
 @modes
 def test_train(name, mode, config_of, folders):
-    """The first loss is that of plain runs, and updates on a batch lower its loss."""
+    """Held-out scores and the first loss are those of plain runs, and updates lower the loss."""
     config = config_of(name, mode)
     if (name, mode) in UNSUPPORTED:
         with pytest.raises(ValueError, match=UNSUPPORTED[name, mode][0]):
@@ -283,6 +299,11 @@ def test_train(name, mode, config_of, folders):
     run.backbone.set_gradient_checkpointing(name in ("qwen2", "sdar", "bert"))
     plain = plain_model(folders[name], run.backbone.family)
     batch = run.data.pack(run.data.slots(0, 4, config.seed))
+    for state in masked_states(batch, run.eval_spec, 2):
+        with torch.no_grad():
+            score = float(run.mode.score(run, state))
+        expected = plain_score(plain, mode, batch, state, run.spec.mask_id)
+        assert score == pytest.approx(expected, rel=1e-5)
     losses = []
     for _ in range(6):
         calls = recorded(run.backbone)
@@ -368,13 +389,24 @@ def full_logits(backbone, ids):
 LORA = c.LoraConfig(rank=2, alpha=8, dropout=0.0)
 
 
-@families
-@pytest.mark.parametrize("lora", [LORA, c.LoraConfig(rank=0)], ids=["lora", "full"])
-def test_export_and_reload(name, lora, config_of, folders, tmp_path, capsys):
+# Each family with an adapter or whole; the other of the two takes its time.
+WAYS = {"lora": LORA, "full": c.LoraConfig(rank=0)}
+QUICK = {"lora": "llada sdar qwen2 llama smollm bert", "full": "Dream qwen3 smollm modernbert"}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[] if name in QUICK[way].split() else pytest.mark.slow)
+        for name in CONFIGS
+        for way in WAYS
+    ],
+)
+def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
     """A run, its checkpoint and its export decode the same tokens; transformers loads the export
     and computes the same logits; a resumed run goes on exactly."""
     mode = start_of(name, "cached")
-    config = config_of(name, mode, lora=lora)
+    config = config_of(name, mode, lora=WAYS[way])
     assert t.train(config) == 0
     run = c.run_folder(config)
     newest = load_trained(str(run))

@@ -169,3 +169,8 @@ def test_cuda_graphs_give_the_tokens_of_eager_passes(context):
     plain = generate(model, prompts, config)
     found = generate(model, prompts, dataclasses.replace(config, graphs=True))
     assert [g.tokens for g in plain] == [g.tokens for g in found]
+
+
+def test_apd_has_no_shapes_to_record():
+    with pytest.raises(ValueError, match="other shapes in every step"):
+        DecodeConfig(8, 4, rule="apd", graphs=True)

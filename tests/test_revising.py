@@ -139,7 +139,7 @@ def slow_edit(config, own, masked, x, token, confidence, sure, number, request, 
 RULES = {"rcr": slow_rcr, "routed": slow_routed, "edit": slow_edit}
 VARIANTS = {
     "rcr": {"rule": "rcr"},
-    "rcr in 3 steps": {"rule": "rcr", "steps": 9},
+    "rcr in 4 steps": {"rule": "rcr", "steps": 12},
     "uncond": {"rule": "routed", "revise": "uncond", "steps": 9},
     "cond": {"rule": "routed", "revise": "cond", "schedule": "cosine"},
     "noise": {"rule": "routed", "order_noise": 1.0, "steps": 6},

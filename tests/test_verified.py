@@ -15,6 +15,8 @@ from bwsft.backbones.load import new_backbone
 from bwsft.backbones.verifier import load_verifier, new_verifier
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
+from bwsft.rules import Head
+from bwsft.verified import joint_head
 
 VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
 SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -198,6 +200,26 @@ def test_a_window_over_everything_is_no_cache(shift):
             differ += history(narrow) != history(exact)
             assert all(len(result.trace) == 15 for result in narrow)
     assert differ  # freezing older positions does change answers
+
+
+@pytest.mark.parametrize("own_bias", [True, False])
+@pytest.mark.parametrize("other_bias", [True, False])
+def test_the_joint_head_gives_the_product_of_both(own_bias, other_bias):
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    own = Head(random(7, 3), random(7) if own_bias else None, 6)
+    other = Head(random(5, 4), random(5) if other_bias else None, 5)
+    joint = joint_head(own, other, 0.3)
+    hidden, causal = random(2, 3), random(2, 4)
+    expected = 0.3 * torch.nn.functional.linear(hidden, own.weight, own.bias)[:, :5]
+    expected += 0.7 * torch.nn.functional.linear(causal, other.weight, other.bias)
+    both = torch.cat([0.3 * hidden, 0.7 * causal], 1)
+    found = torch.nn.functional.linear(both, joint.weight, joint.bias)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert joint.size == 5 and (joint.bias is None) == (not (own_bias or other_bias))
 
 
 def test_only_new_positions_are_computed(monkeypatch):

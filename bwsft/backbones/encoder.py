@@ -179,6 +179,8 @@ def new_encoder(model: PreTrainedModel, family: Family) -> EncoderBackbone:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.set_attn_implementation(_PACKED)
+    # transformers names the embeddings too; sharded on their own they would part from a tied head.
+    model._no_split_modules = sorted({type(layer).__name__ for layer in _layers(model)})
     return EncoderBackbone(model, family)
 
 

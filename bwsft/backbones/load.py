@@ -63,7 +63,10 @@ def load_backbone(
     model = model_class(config).from_pretrained(
         folder, config=config, generation_config=ends, **options
     )
-    return wrap(model, family)
+    try:
+        return wrap(model, family)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def read_family(path: str | Path, facts: Facts | None = None) -> Family:

@@ -1,7 +1,7 @@
 """QLoRA (Dettmers et al. 2023, arXiv:2305.14314): the frozen base in 4 bits, adapters on top.
 
-bitsandbytes does the work, and is imported only when asked for. Untested: it needs a CUDA device,
-and no test of this project ever ran on one with it.
+bitsandbytes does the work, and is imported only when asked for. Untested on a GPU: the tests have
+a stand-in for it and, where it is installed, its CPU code.
 """
 
 from __future__ import annotations
