@@ -210,7 +210,7 @@ def parse(argv=None) -> argparse.Namespace:
     harness.add_arguments(parser)
     args = harness.parse(parser, argv, __file__)
     args.rounds = args.rounds or (5 if args.quick else 20)
-    args.dtype = torch.bfloat16 if gpu else torch.float32
+    args.dtype = torch.bfloat16 if gpu or args.size in ("1b", "8b") else torch.float32
     return args
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from bwsft_kernels import _rms_norm_triton, _tuning, plain, rms_norm, rotary, swiglu
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
@@ -216,6 +218,25 @@ def test_long_rows_take_torch_where_nobody_insists(used):
     weight = torch.ones(x.shape[1])
     assert torch.equal(rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
     assert used == ["_rms_norm_triton"]
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, phases=[Phase.generate],
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(data=st.data())
+def test_many_shapes(assert_no_worse, used, data):
+    draw = data.draw
+    function, dtype = draw(st.sampled_from(FUNCTIONS)), draw(st.sampled_from(cases.DTYPES))
+    rows, scale = draw(st.integers(1, 20)), draw(st.sampled_from([1e-2, 1.0, 50.0]))
+    if function is rotary:
+        heads, width = draw(st.tuples(*[st.integers(1, 9)] * 2)), 2 * draw(st.integers(1, 40))
+        case, trained = cases.rotary_case(dtype, (rows,), heads, width), (0, 1)
+    else:
+        make = {rms_norm: cases.norm_case, swiglu: cases.swiglu_case}[function]
+        case = make(dtype, (rows, draw(st.integers(2, 300))), scale=scale)
+        sets = [(0, 1, 3), (0, 3), (1,), (3,)] if function is rms_norm else [(0, 1), (0,), (1,)]
+        trained = draw(st.sampled_from(sets))
+    cases.check_values(assert_no_worse, function, case, trained)
 
 
 def llada(fused, **fields):
