@@ -51,6 +51,8 @@ class LoraConfig:
     """Dropout on the adapter's input."""
     targets: Literal["all", "released"] = "all"
     """All matrices of every block, or those that the released code's list hits."""
+    quantize: Literal["nf4"] | None = None
+    """QLoRA: the frozen base in 4 bits. Needs CUDA and bitsandbytes; untested without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,8 @@ def _validate_groups(config: Config) -> None:
         raise ValueError("--optim needs lr > 0, and warmup and floor in [0, 1]")
     if not (0 <= lora.dropout < 1 and lora.alpha > 0):
         raise ValueError("--lora needs dropout in [0, 1) and alpha > 0")
+    if lora.quantize and (lora.rank == 0 or config.parallel == "fsdp" or config.model is None):
+        raise ValueError("--lora.quantize needs --model, --lora.rank above 0 and --parallel ddp")
 
 
 def to_json(config: Config) -> str:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from bwsft.backbones.base import Backbone
-from bwsft.backbones.load import _folder
-from bwsft.backbones.weights_check import _renamed, shard_files
+from bwsft.backbones.load import model_folder
+from bwsft.backbones.weights_check import renamed, shard_files
 from bwsft.checkpoint import ADAPTER, save_tokenizer
 from bwsft.files import folder_atomic, naming
 from bwsft.models import Trained, adapter_base, load_trained
@@ -157,14 +157,14 @@ def stored_in(folder: Path) -> dict[str, tuple[Path, str]]:
     found = {}
     for shard in shard_files(folder):
         with opened(folder / shard) as handle:
-            found.update({_renamed(name): (folder / shard, name) for name in handle.keys()})
+            found.update({renamed(name): (folder / shard, name) for name in handle.keys()})
     return found
 
 
 def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]]:
     """As `stored_in`, for the tensors to write. Tied weights are written once, by the first of
     their names, and may be stored by any."""
-    stored, tied = stored_in(_folder(source)), {}
+    stored, tied = stored_in(model_folder(source)), {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         tied.setdefault(id(tensor), []).append(name)
     places = {}

@@ -16,6 +16,7 @@ from bwsft.backbones.base import Backbone, Family, check_context
 from bwsft.backbones.llada import LladaConfig, family_of
 from bwsft.backbones.load import Facts, load_backbone, new_backbone, read_family
 from bwsft.backbones.lora import load_adapter
+from bwsft.backbones.quantized import quantize, require_bitsandbytes
 from bwsft.checkpoint import locate
 from bwsft.checkpoint_facts import read_adapter_config
 
@@ -71,13 +72,19 @@ def stored_model(config: c.Config, tokenizer) -> ModelPlan:
             f"{source} is an adapter: merge it first (bwsft export --model {config.model} "
             "--out DIR) and train from DIR"
         )
+    if config.lora.quantize:
+        require_bitsandbytes()
     facts = Facts.of_tokenizer(tokenizer, config.logit_shift)
     family = read_family(source, facts)
     d.mask_id_for(tokenizer, family.mask_id)
 
     def build(device: torch.device) -> Backbone:
         dtype = weight_dtype(config, device)
-        return load_backbone(source, dtype=dtype, device=device, facts=facts)
+        place = "cpu" if config.lora.quantize else device
+        backbone = load_backbone(source, dtype=dtype, device=place, facts=facts)
+        if config.lora.quantize:
+            quantize(backbone, device)
+        return backbone
 
     return ModelPlan(family, source if config.model else EMBEDDED, build)
 

@@ -1,5 +1,6 @@
 """QLoRA's guards, and what is quantised; with a stand-in for bitsandbytes, which needs a GPU."""
 
+import dataclasses
 import re
 import sys
 from types import SimpleNamespace
@@ -9,10 +10,13 @@ import torch
 from torch import nn
 
 from bwsft import config as c
+from bwsft import presets
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.backbones.lora import LLADA_TARGETS, add_lora
 from bwsft.backbones.quantized import quantize, require_bitsandbytes
+from bwsft.models import plan_model
+from bwsft.templates import load_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -46,8 +50,8 @@ def library(monkeypatch):
 
 
 def backbone(**fields):
-    shape = dict(d_model=32, n_layers=2, n_heads=2, mlp_hidden_size=48, vocab_size=64)
-    ids = dict(mask_token_id=1, eos_token_id=0, pad_token_id=0, max_sequence_length=64)
+    shape = dict(d_model=32, n_layers=2, n_heads=2, mlp_hidden_size=48, vocab_size=320)
+    ids = dict(mask_token_id=257, eos_token_id=256, pad_token_id=256, max_sequence_length=64)
     return new_backbone(LladaConfig(**(shape | ids | fields)), 5, dtype=torch.bfloat16)
 
 
@@ -120,3 +124,24 @@ def test_the_real_library(monkeypatch):
     assert 0.03 < (layer(x) - exact).norm() / exact.norm() < 0.15
     layer(x).sum().backward()
     assert layer.lora_B["default"].weight.grad is not None
+
+
+def test_the_option_reaches_the_model(library, monkeypatch, tmp_path, tokenizer_folder):
+    backbone().model.save_pretrained(tmp_path)
+    words = load_tokenizer(tokenizer_folder)
+    lora = c.LoraConfig(rank=2, alpha=4.0, quantize="nf4")
+    config = dataclasses.replace(presets.debug(), model=str(tmp_path), lora=lora)
+    c.validate(config)
+    model = plan_model(config, words, tmp_path).build(CPU).model
+    assert sum(isinstance(m, Linear4bit) for m in model.modules()) == 14
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device"):  # before anything is built
+        plan_model(config, words, tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"model": None}, {"parallel": "fsdp"}, {"rank": 0}])
+def test_settings_that_exclude_each_other(changes):
+    lora = c.LoraConfig(rank=changes.pop("rank", 2), quantize="nf4")
+    config = dataclasses.replace(presets.debug(), model="m", lora=lora)
+    with pytest.raises(ValueError, match="--lora.quantize needs --model, --lora.rank above 0"):
+        c.validate(dataclasses.replace(config, **changes))

@@ -37,7 +37,7 @@ def load_backbone(
     a weight is read. ``FileNotFoundError`` for a missing file, ``ValueError`` for one that is
     damaged, does not fit the config, or is of an unsupported model.
     """
-    folder = _folder(path)
+    folder = model_folder(path)
     if (folder / "adapter_config.json").exists():  # transformers would load its base instead
         raise ValueError(f"{folder} holds an adapter, not a model: name a model folder")
     config = read_config(folder, facts)
@@ -72,7 +72,7 @@ def load_backbone(
 def read_family(path: str | Path, facts: Facts | None = None) -> Family:
     """The family of the model in ``path``, from its JSON files alone; errors as
     :func:`load_backbone`."""
-    folder = _folder(path)
+    folder = model_folder(path)
     return _family(folder, read_config(folder, facts))
 
 
@@ -124,7 +124,7 @@ def set_mask(model: PreTrainedModel, tokenizer: Any, mask_token: str, logit_shif
         model.config.eos_token_id = tokenizer.eos_token_id
 
 
-def _folder(path: str | Path) -> Path:
+def model_folder(path: str | Path) -> Path:
     folder = Path(path)
     if folder.is_dir():
         strict_json.check_regular(folder)

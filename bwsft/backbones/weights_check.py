@@ -85,11 +85,11 @@ def stored_shapes(folder: Path) -> Shapes:
                 f"{file}: {odd[0]} is stored as {kinds[odd[0]]}, not as floating-point numbers: "
                 "take the checkpoint before quantisation"
             )
-        shapes.update((_renamed(name), shape) for name, shape in stored.items())
+        shapes.update((renamed(name), shape) for name, shape in stored.items())
     return shapes
 
 
-def _renamed(name: str) -> str:
+def renamed(name: str) -> str:
     stem, dot, rest = name.rpartition("LayerNorm.")
     return stem + _RENAMED.get(dot + rest, dot + rest)
 
