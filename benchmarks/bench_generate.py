@@ -10,8 +10,8 @@ costs, not what it saves: the last table decodes word problems with the embedded
 gate: `exact` commits the tokens of the published loop. Early exit is off.
 
 `--variants` knows the related work's rules too (docs/decoders.md). They must first agree with a
-simpler rule where they reduce to it. `apd` takes a random verifier: its cost is real, its agreement
-is not.
+simpler rule where they reduce to it. `apd` takes a random verifier that agrees to nothing: a step
+costs what it costs, and saves nothing.
 """
 
 import argparse

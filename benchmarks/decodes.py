@@ -55,7 +55,8 @@ class Problem:
     @functools.cached_property
     def verifier(self) -> Verifier:
         """A random Llama of a quarter of the model's width and half of its layers: 1/32 of the
-        layers' FLOPs for a token, and 1/4 of the head's."""
+        layers' FLOPs for a token, and 1/4 of the head's. Its logits drown the model's, so that they
+        agree by chance only: near-uniform ones would agree to everything."""
         core, family = self.model.base_model.config, self.model.family
         heads = max(1, core.n_heads // 4)
         config = LlamaConfig(
@@ -67,7 +68,10 @@ class Problem:
         weight = self.model.head()[0]
         with torch.random.fork_rng(), torch.device(weight.device):
             torch.manual_seed(0)
-            return new_verifier(LlamaForCausalLM(config).to(weight.dtype))
+            verifier = LlamaForCausalLM(config)
+        with torch.no_grad():
+            verifier.lm_head.weight.mul_(1000)
+        return new_verifier(verifier.to(weight.dtype))
 
     def config(self, options: dict) -> DecodeConfig:
         return DecodeConfig(

@@ -15,13 +15,14 @@ from tqdm import tqdm
 
 # Beside the package in a source checkout; an installed wheel has none.
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-Name = Literal["loss", "mask", "step", "generate"]
-QUICK: tuple[Name, ...] = ("loss", "mask", "step", "generate")
+Name = Literal["loss", "mask", "step", "generate", "operators"]
+QUICK: tuple[Name, ...] = ("loss", "mask", "step", "generate", "operators")
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Run the quick benchmarks: LM head and loss, masks, training step, decoding."""
+    """Run the quick benchmarks: LM head and loss, masks, training step, decoding, small
+    operations."""
 
     only: tuple[Name, ...] = QUICK
     """Benchmarks to run."""

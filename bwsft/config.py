@@ -164,6 +164,9 @@ class Config:
     """Checkpoints kept; 0 keeps all."""
     grad_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more compute."""
+    fused_ops: Literal["auto", "on", "off"] = "auto"
+    """Norms, rotary embedding and SwiGLU of the native LLaDA in one kernel each; auto: on CUDA with
+    triton."""
     device: str = "auto"
     """auto: a CUDA device if there is one, else the CPU."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -197,7 +200,7 @@ def run_folder(config: Config) -> Path:
 
 def validate(config: Config) -> None:
     """Raise ValueError, naming the field, for values that no run can use."""
-    values = _flat(dataclasses.asdict(config))
+    values = config_check.flat(dataclasses.asdict(config))
     for path, least in LEAST.items():
         if values[path] is not None and values[path] < least:
             raise ValueError(f"--{path.replace('_', '-')} must be at least {least}")
@@ -288,13 +291,5 @@ def from_json(text: str, where: str = "config.json") -> Config:
 
 def differences(a: Config, b: Config) -> list[str]:
     """Paths of the fields in which two configs differ, with both values."""
-    left, right = _flat(dataclasses.asdict(a)), _flat(dataclasses.asdict(b))
+    left, right = (config_check.flat(dataclasses.asdict(x)) for x in (a, b))
     return [f"{k}: {left[k]} -> {right[k]}" for k in left if left[k] != right[k]]
-
-
-def _flat(tree: dict, prefix: str = "") -> dict:
-    out = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        out.update(_flat(value, f"{path}.") if isinstance(value, dict) else {path: value})
-    return out

@@ -58,6 +58,15 @@ def convert(hint: Any, value: Any, where: str, path: str) -> Any:
     raise ValueError(f"{where}: {path} must be {wanted}, not {_short(value)}")
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options as one table; keys are paths with dots."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found |= flat(value, f"{path}.") if isinstance(value, dict) else {path: value}
+    return found
+
+
 def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 

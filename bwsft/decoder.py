@@ -90,6 +90,8 @@ class DecoderOptions:
     """Seed of the samples; an answer does not depend on batch size or on the other prompts."""
     batch_size: int = 8
     """Prompts decoded together."""
+    graphs: bool = False
+    """CUDA: launch each forward of a step as one recorded graph."""
     device: str = "auto"
     """auto: a CUDA device if there is one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -187,7 +189,7 @@ class Decoder:
         }
         if self.verifier:
             settings["verifier"] = self.verifier.name
-        del settings["batch_size"]
+        del settings["batch_size"], settings["graphs"]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 

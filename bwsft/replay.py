@@ -112,7 +112,9 @@ def first_not_finite(model: torch.nn.Module) -> Iterator[list[str]]:
 
     def look(name: str):
         def hook(module, arguments, output):
-            if isinstance(output, torch.Tensor) and not output.isfinite().all():
+            parts = output if isinstance(output, tuple) else (output,)
+            tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+            if not all(tensor.isfinite().all() for tensor in tensors):
                 found.append(name)
 
         return hook

@@ -22,12 +22,12 @@ import tyro
 
 from bwsft import config as c
 from bwsft.checkpoint import newest_complete, read_state, versions
+from bwsft.config_check import flat
 from bwsft.files import write_atomic
 from bwsft.metrics import read_log, running_mean
 from bwsft.presets import PRESETS
 from bwsft.report_samples import SampleOptions, decode_samples
 from bwsft.strict_json import read_text
-from bwsft.trackers import flat
 
 PAGE = Path(__file__).parent / "report"
 SCRIPTS = ("charts.js", "samples.js", "page.js")

@@ -51,6 +51,7 @@ FREE_ON_RESUME = {
     "save_every",
     "keep_last",
     "grad_checkpointing",
+    "fused_ops",
     "micro_batch_size",
     "device",
     "parallel",
@@ -266,6 +267,7 @@ def build_backbone(
         if checkpoint is not None:
             load_adapter_weights(checkpoint, backbone)
     backbone.set_gradient_checkpointing(config.grad_checkpointing)
+    backbone.set_fused_ops({"on": True, "off": False}.get(config.fused_ops, "auto"))
     backbone.train()
     return backbone
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bwsft import config as c
+from bwsft.config_check import flat
 from bwsft.metrics import JsonLog
 
 
@@ -85,18 +86,14 @@ def start(run) -> list[Any]:
     }
     with contextlib.redirect_stdout(sys.stderr):  # their banners
         accelerator.init_trackers(
-            "bwsft", config=flat(dataclasses.asdict(run.config)), init_kwargs=own
+            "bwsft", config=plain(dataclasses.asdict(run.config)), init_kwargs=own
         )
     return accelerator.trackers
 
 
-def flat(tree: dict, prefix: str = "") -> dict[str, int | float | str | bool]:
+def plain(tree: dict) -> dict[str, int | float | str | bool]:
     """Nested options as one table of plain values, which is all that TensorBoard takes."""
-    found = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            plain = isinstance(value, int | float | str | bool)
-            found[prefix + key] = value if plain else str(value)
-    return found
+    return {
+        path: value if isinstance(value, int | float | str | bool) else str(value)
+        for path, value in flat(tree).items()
+    }
