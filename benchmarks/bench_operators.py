@@ -4,7 +4,8 @@ python benchmarks/bench_operators.py [--quick] [--size 8b] [--rows 8192] [--laye
     [--count-only] [--json FILE] [--plot FILE]
 
 naive: RMSNorm, rotary embedding, SwiGLU and residual adds as torch operators, as LLaDA's code has
-them; fused: one launch each (bwsft_kernels). Counted on a narrow bf16 model, since the width
+them; fused: one launch each (bwsft_kernels); graphs: fused, and each forward of a denoising step
+one CUDA graph (bwsft/graphs.py), counted as one. Counted on a narrow bf16 model, since the width
 launches nothing; a fused call counts as what its launcher launches, views and allocations as
 nothing (launches.py). A layer of --size and the operations alone are timed too; on a CPU, where
 fused runs in torch and is off by default, that shows what its own backward costs. The gate compares
@@ -34,7 +35,8 @@ REMARKS = (
     "there by default.",
     "Training step: one micro-batch of 4 sequences, forward and backward with LoRA on all "
     "matrices, bf16 under autocast, without the optimiser. Denoising step: batch 1, a later step "
-    "of a block. Heads, masks and loss run in torch here and are the same in both.",
+    "of a block, and its first, which fills caches and records graphs. Heads, masks and loss run "
+    "in torch here and are the same in all.",
     "LoRA linear: peft's FLOPs are the base matrix's plus the six rank-r products that any "
     "implementation needs, so X A and dY B' are computed once already. An autograd function "
     "written by hand did the same FLOPs in 3 forward and 8 backward operators instead of 5 and 8 "

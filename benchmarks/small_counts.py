@@ -1,5 +1,6 @@
-"""Operators of training and denoising steps without and with the small fused operations, and of a
-matrix with LoRA: the counted tables of bench_operators.py."""
+"""Operators of training and denoising steps without and with the small fused operations, of
+denoising steps as CUDA graphs too, and of a matrix with LoRA: the counted tables of
+bench_operators.py."""
 
 import itertools
 from functools import partial
@@ -12,9 +13,12 @@ import shapes
 import torch
 from launches import Launches, fused_launches
 from steps import MODES, Job, make_job
+from torch.utils._python_dispatch import _disable_current_modes
 
+from bwsft import decode_context
 from bwsft.backbones.load import new_backbone
 from bwsft.decoding import DecodeConfig
+from bwsft.graphs import GraphedPasses
 
 CONTEXTS = ("exact", "cached", "prefix", "block_causal")
 
@@ -45,29 +49,47 @@ def training_operators(mode, job: Job, layers: int, fused: bool) -> list[int]:
     return [count.count]
 
 
-def decoding_operators(context: str, layers: int, fused: bool) -> list[int]:
+def decoding_operators(context: str, layers: int, kind: str) -> list[int]:
     """Operators of a later denoising step of a block, and of its first one."""
     model = operators.narrow_model(layers, 64).bfloat16()
-    model.set_fused_ops(fused)
-    config = DecodeConfig(16, 8, context=context)
-    with mock.patch.object(operators, "CountOperators", Launches):
+    model.set_fused_ops(kind != "naive")
+    config = DecodeConfig(16, 8, context=context, graphs=kind == "graphs")
+
+    def graphed(model):
+        return GraphedPasses(model, one_launch)
+
+    with (mock.patch.object(operators, "CountOperators", Launches),
+          mock.patch.object(decode_context, "graphed", graphed)):
         counts = operators.operators_per_step(model, [[3] * 16], config)
-    return [counts[9], counts[8]]
+    return [counts[10], counts[8]]  # what step 9 may still record, step 10 replays
 
 
-def counted(names, count, layers: int) -> list[harness.Result]:
-    """Two rows for each name; count(name, layers, fused) -> operators, and those of a first step.
+def one_launch(run):
+    """A recording whose replay counts as one operator."""
+    output = run()
+
+    def replay():
+        with _disable_current_modes():
+            output.copy_(run())
+            one = torch.ones(())
+        one.neg()
+
+    return replay, output
+
+
+def counted(names, count, layers: int, kinds) -> list[harness.Result]:
+    """A row for each name and kind; count(name, layers, kind) -> operators, and those of a first
+    step.
 
     Layers but the last cost the same, so two and three tell the cost of any number."""
     results = []
-    for name, fused in itertools.product(names, (False, True)):
+    for name, kind in itertools.product(names, kinds):
         with fused_launches():
-            two, three = (count(name, n, fused) for n in (2, 3))
+            two, three = (count(name, n, kind) for n in (2, 3))
         total = [a + (layers - 2) * (b - a) for a, b in zip(two, three, strict=True)]
         extra = {"per layer": three[0] - two[0]}
         if len(total) > 1:
             extra |= {"first step": total[1], "its layers": three[1] - two[1]}
-        kind = "fused" if fused else "naive"
         results.append(harness.Result(f"{name}_{kind}", operators=total[0], extra=extra))
     return results
 
@@ -75,14 +97,13 @@ def counted(names, count, layers: int) -> list[harness.Result]:
 def counted_points(layers: int) -> list:
     job = make_job("tiny", [(16, 32)] * 4, 4, 8, torch.device("cpu"), gen_length=32)
 
-    def training(name, layers, fused):
-        return training_operators(MODES[name], job, layers, fused)
+    def training(name, layers, kind):
+        return training_operators(MODES[name], job, layers, kind == "fused")
 
-    points = []
-    for part, names, count in (("training step", MODES, training),
-                               ("denoising step", CONTEXTS, decoding_operators)):
-        points.append(({"part": part, "layers": layers}, counted(names, count, layers)))
-    return points
+    steps = counted(MODES, training, layers, ("naive", "fused"))
+    decoding = counted(CONTEXTS, decoding_operators, layers, ("naive", "fused", "graphs"))
+    return [({"part": "training step", "layers": layers}, steps),
+            ({"part": "denoising step", "layers": layers}, decoding)]
 
 
 def lora_linear():

@@ -8,6 +8,7 @@ import torch
 from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bwsft.backbones.llada import LladaConfig
@@ -339,9 +340,25 @@ def test_a_verifier_is_loaded_from_a_folder(tmp_path):
         model, prompts, config, verifier=new_verifier(causal_lm(4))
     )
     assert loaded.name == str(tmp_path / "lm")
+    tied = LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=16, tie_word_embeddings=True))
+    tied.save_pretrained(tmp_path / "tied")  # without a head of its own
+    weight = load_verifier(tmp_path / "tied").decoder.head()[0]
+    assert torch.equal(weight, tied.get_input_embeddings().weight)
+    weights = tmp_path / "lm" / "model.safetensors"
+    tensors = load_file(weights)
+    headless = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(headless, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match="lm lacks lm_head.weight: take a complete checkpoint"):
+        load_verifier(tmp_path / "lm")
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
+        load_verifier(tmp_path / "lm")
+    save_file(tensors, weights, {"format": "pt"})
     (tmp_path / "lm" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="can't load a causal LM from .*lm: "):
         load_verifier(tmp_path / "lm")
     (tmp_path / "lm" / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="lm holds an adapter: merge it"):
         load_verifier(tmp_path / "lm")
+    with pytest.raises(FileNotFoundError, match="gone"):
+        load_verifier(tmp_path / "gone")

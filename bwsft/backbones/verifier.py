@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bwsft import strict_json
 from bwsft.context import ContextCache, Span
 
 from .base import Family
 from .decoder import DecoderBackbone, _ActiveCache, new_decoder
+from .load import model_folder
+from .weights_check import stored_shapes
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,19 @@ def load_verifier(
     path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> Verifier:
     """The causal LM in a folder or of a Hub id, from safetensors, without remote code. ValueError
-    if it can't be loaded."""
-    folder = Path(path)
-    if folder.is_dir():
-        strict_json.check_regular(folder)
-        if (folder / "adapter_config.json").exists():
-            raise ValueError(f"{path} holds an adapter: merge it, and name a model folder")
+    or FileNotFoundError if it can't be loaded whole."""
+    folder = model_folder(path)
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{path} holds an adapter: merge it, and name a model folder")
+    stored_shapes(folder)  # of whole files, before any of them is read
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, use_safetensors=True, attn_implementation="sdpa",
-            trust_remote_code=False,
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, attn_implementation="sdpa",
+            trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
-    except Exception as error:  # transformers raises many kinds for a damaged or missing folder
+    except Exception as error:  # transformers raises many kinds for a damaged folder
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"can't load a causal LM from {path}: {reason}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers would draw them
+        raise ValueError(f"{path} lacks {missing[0]}: take a complete checkpoint of a causal LM")
     return new_verifier(model.to(device), str(path))
