@@ -40,21 +40,24 @@ def test_a_layer_launches_its_matmuls_and_five_more(bench):
     assert settings["size"] == "tiny"
 
 
+KINDS = ("naive", "fused", "graphs")
+
+
 @pytest.mark.parametrize("context, naive, fused", [("exact", 46, 12), ("cached", 48, 14)])
 def test_layers_of_a_denoising_step(counts, context, naive, fused):
     """cached: keys and values are written into the cache besides."""
-    found = counts.counted([context], counts.decoding_operators, 32)
-    assert [r.name for r in found] == [f"{context}_naive", f"{context}_fused"]
-    assert [r.extra["per layer"] for r in found] == [naive, fused]
+    found = counts.counted([context], counts.decoding_operators, 32, KINDS)
+    assert [r.name for r in found] == [f"{context}_{kind}" for kind in KINDS]
+    assert [r.extra["per layer"] for r in found] == [naive, fused, 0]
     for result in found:
         assert 32 * result.extra["per layer"] < result.operators
         assert result.operators < 32 * result.extra["per layer"] + 200
 
 
 def test_counted_layers_are_those_of_a_deeper_model(counts):
-    (_, result) = counts.counted(["exact"], counts.decoding_operators, 5)
+    (result,) = counts.counted(["exact"], counts.decoding_operators, 5, ["fused"])
     with counts.fused_launches():
-        later, first = counts.decoding_operators("exact", 5, True)
+        later, first = counts.decoding_operators("exact", 5, "fused")
     assert (result.operators, result.extra["first step"]) == (later, first)
 
 

@@ -391,6 +391,17 @@ def test_own_dropouts_are_off_and_the_saved_config_is_as_it_was(tmp_path):
     assert not any("bwsft" in str(value) for value in saved.values())
 
 
+def test_an_adapter_keeps_its_dropout(name):
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["query"] if name == "bert" else ["Wqkv"]
+    lora = LoraConfig(target_modules=targets, lora_dropout=0.5)
+    wrapped = get_peft_model(plain(name), lora)
+    new_encoder(wrapped.get_base_model(), FAMILY)
+    found = [m.p for n, m in wrapped.named_modules() if "lora_dropout.default" in n]
+    assert found and set(found) == {0.5}
+
+
 def test_what_is_sharded_on_its_own_are_layers(name):
     """The embedding is tied to the head, which FSDP must gather with it."""
     model = backbone(name)

@@ -321,6 +321,24 @@ def test_train(name, mode, config_of, folders):
     assert losses[-1] < 0.8 * losses[0], losses
 
 
+@pytest.mark.parametrize("name", ["llada", "qwen3", "bert"])
+def test_noisy_copies_need_no_positions_of_their_own(name, config_of):
+    config = config_of(name, "block_causal")
+    run = setup(config, c.run_folder(config), None)
+    batch = run.data.pack(run.data.slots(0, 4, config.seed))
+    needed = int((batch.prompt_lengths + batch.response_lengths).max())
+
+    def loss(max_positions):
+        run.backbone.family = dataclasses.replace(run.backbone.family, max_positions=max_positions)
+        run.backbone.base_model.config.max_sequence_length = max_positions  # LLaDA reads its config
+        (found,) = run.mode.losses(run, batch)
+        return found.total.item()
+
+    assert loss(needed) > 0
+    with pytest.raises(ValueError, match=f"needs {needed} positions, the model has {needed - 1}"):
+        loss(needed - 1)
+
+
 # --- decoding ---
 
 

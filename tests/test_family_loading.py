@@ -228,6 +228,26 @@ def test_sdar_needs_to_be_told_its_blocks():
         model(torch.arange(8)[None])
 
 
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_a_decoders_own_dropout_is_off(config_class):
+    backbone = new_backbone(
+        config_class(**QWEN, attention_dropout=0.5, mask_token_id=257, logit_shift=0)
+    ).train()
+    ids = torch.arange(8)
+    passes = [backbone.hidden_states(ids, ids, torch.tensor([0, 8])) for _ in range(2)]
+    torch.testing.assert_close(*passes, rtol=0, atol=0)
+    assert backbone.model.config.attention_dropout == 0.5
+
+
+def test_rope_that_depends_on_the_batch_is_refused():
+    rope = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4,
+            "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+            "original_max_position_embeddings": 48}  # fmt: skip
+    config = LlamaConfig(**QWEN, rope_parameters=rope, mask_token_id=257, logit_shift=0)
+    with pytest.raises(ValueError, match="rope_type longrope makes keys depend on the batch"):
+        new_backbone(config)
+
+
 @pytest.mark.parametrize(
     ("config", "per_layer", "released"),
     [
