@@ -131,7 +131,9 @@ class Conversation:
     def decode(self, prompt: list[int], on_commit: OnCommit | None = None) -> Generation:
         """The answer to a prompt."""
         model, config = self.decoder.trained.backbone, self.decoder.config
-        options = {"requests": [self.asked], "on_commit": on_commit}
+        options = {
+            "requests": [self.asked], "on_commit": on_commit, "verifier": self.decoder.verifier,
+        }  # fmt: skip
         return generate(model, [prompt], config, **options)[0]
 
     def keep(self, question: str, answer: str, dropped: int) -> None:
