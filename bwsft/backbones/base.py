@@ -214,8 +214,12 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_positions(longest: int, position_ids: Tensor | None, max_positions: int) -> None:
-    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum."""
+def check_positions(
+    longest: int, position_ids: Tensor | None, max_positions: int, mask: Tensor | None = None
+) -> None:
+    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum. Rows
+    under a mask may hold copies at the same positions: there the positions alone count."""
+    longest = longest if mask is None else 0
     if position_ids is not None and position_ids.device.type == "cpu" and position_ids.numel():
         low, high = (int(i) for i in position_ids.aminmax())
         if low < 0:

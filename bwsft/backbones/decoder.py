@@ -105,7 +105,7 @@ class DecoderBackbone(Backbone):
     ) -> Tensor:
         check_ids(ids, self.family.vocab_size)
         layout = packed_layout(cu_seqlens, max_length)
-        check_positions(layout.max_length, position_ids, self.family.max_positions)
+        check_positions(layout.max_length, position_ids, self.family.max_positions, mask)
         shape = (layout.num_sequences, layout.max_length)
         if mask is None:
             mask = layout.mask  # padded queries see the keys of their sequence: no row is empty
@@ -211,7 +211,7 @@ def _grid(x: Tensor, layout: AttentionLayout) -> Tensor:
 
 def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
     """Make a causal LM of transformers bidirectional; its attention becomes SDPA, whose mask here
-    replaces the causal one.
+    replaces the causal one, and its own dropout goes.
 
     ``family.logit_shift`` is 1 for a model that keeps predicting the next token, 0 for one trained
     to predict in place. ``ValueError`` for a family or a model that this cannot serve.
@@ -225,6 +225,8 @@ def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
     for name in _LOGIT_FACTORS:
         if getattr(config, name, None) not in (None, 1):
             raise ValueError(f"config field {name}={getattr(config, name)} is not supported")
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        raise ValueError("rope_type longrope makes keys depend on the batch's longest row")
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap != family.softcap:
         raise ValueError(f"the config caps logits at {softcap}, the family at {family.softcap}")
@@ -235,5 +237,16 @@ def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
                 f"{name}={getattr(family, name)} has no embedding: the family counts "
                 f"{family.vocab_size} token ids, the model {rows}"
             )
+    without_dropout(model)
     model.set_attn_implementation("sdpa")
     return DecoderBackbone(model, family)
+
+
+def without_dropout(model: PreTrainedModel) -> None:
+    """Turn off a model's own dropout, not that of an adapter on it: a frozen context and the draws
+    against it must come from one network."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and "lora_dropout" not in name:
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

@@ -23,7 +23,7 @@ from bwsft.context import Context, ContextCache, Span
 
 from .attention import ActiveLayout, AttentionLayout, packed_layout, varlen_kernel
 from .base import Family, check_ids, check_positions
-from .decoder import DecoderBackbone, _grid, _layers
+from .decoder import DecoderBackbone, _grid, _layers, without_dropout
 from .llada import compute_dtype
 
 _PACKED = "bwsft_packed"
@@ -75,7 +75,7 @@ class EncoderBackbone(DecoderBackbone):
     ) -> Tensor:
         check_ids(ids, self.family.vocab_size)
         full = packed_layout(cu_seqlens, max_length, self._kernel() if mask is None else None)
-        check_positions(full.max_length, position_ids, self.family.max_positions)
+        check_positions(full.max_length, position_ids, self.family.max_positions, mask)
         if mask is not None:
             full = replace(full, mask=mask)
         local = full
@@ -168,16 +168,13 @@ def _transform(model: PreTrainedModel) -> nn.Module:
 
 def new_encoder(model: PreTrainedModel, family: Family) -> EncoderBackbone:
     """Put a masked LM (``BertForMaskedLM``, ``ModernBertForMaskedLM``) behind the contract, in
-    place: its attention function changes, and its own dropouts (0.1 in BERT's configs) are off,
-    because a frozen context and the draws against it must come from one network.
+    place: its attention function changes, and its own dropouts (0.1 in BERT's configs) are off.
 
     All context modes and block masks are supported. ``ValueError`` for a family or a model that
     this cannot serve.
     """
     _check(model, family)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    without_dropout(model)
     model.set_attn_implementation(_PACKED)
     # transformers names the embeddings too; sharded on their own they would part from a tied head.
     model._no_split_modules = sorted({type(layer).__name__ for layer in _layers(model)})

@@ -115,7 +115,7 @@ class LladaForMaskedDiffusion(PreTrainedModel):
                 x.device, compute_dtype(x), self.config.head_dim, self.config._attn_implementation
             )
         layout = packed_layout(cu_seqlens, max_length, kernel)
-        check_positions(layout.max_length, position_ids, self.config.max_sequence_length)
+        check_positions(layout.max_length, position_ids, self.config.max_sequence_length, mask)
         if mask is not None:
             layout = replace(layout, mask=mask)
         if context is not None:
