@@ -7,39 +7,16 @@ in dicts by position, and each mode says in a line which positions run and which
 import dataclasses
 import itertools
 import math
-import random
 
 import pytest
 import torch
 from bwsft_kernels.philox import Stream, gumbel, gumbel_key, gumbel_u24, philox_u24
+from tiny_decoding import ENDS, HEADS, KV_HEADS, MASK, MODES, VOCABULARY, model_of, prompts_of
 
-from bwsft.backbones.llada import LladaConfig
-from bwsft.backbones.load import new_backbone
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
 
-VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
-HEADS, KV_HEADS, SIZE = 2, 1, 8
-
-
-def model_of(seed=0, ends=1.5, **family):
-    """A random model whose tokens vary with position and context and that ends often."""
-    shape = dict(d_model=16, n_layers=2, n_heads=HEADS, n_kv_heads=KV_HEADS, mlp_hidden_size=24)
-    ids = dict(vocab_size=VOCABULARY, mask_token_id=MASK, eos_token_id=1, pad_token_id=1)
-    config = LladaConfig(**shape, **ids, max_sequence_length=96)
-    model = new_backbone(config, seed, dtype=torch.float64)
-    with torch.no_grad():
-        for name, weight in model.model.named_parameters():
-            if "proj" in name or "_out" in name:
-                weight.mul_(3)
-        model.head()[0][list(ENDS)] *= ends
-    model.family = dataclasses.replace(model.family, end_ids=ENDS, **family)
-    return model.eval()
-
-
-def prompts_of(seed, lengths):
-    draw = random.Random(seed)
-    return [[draw.randrange(3, MASK) for _ in range(length)] for length in lengths]
+SIZE = 8  # of a head
 
 
 def turn(t, positions):
@@ -211,7 +188,6 @@ def assert_equals_slow(model, prompts, config, requests=None, canvases=None):
     return results, full
 
 
-MODES = ["exact", "cached", "prefix", "block_causal"]
 RULES = [
     {},
     {"steps_per_block": 3},

@@ -1,7 +1,6 @@
 """What holds for every context mode and rule, and where modes and training must agree; float64."""
 
 import dataclasses
-import random
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,9 +11,8 @@ import torch
 from bwsft_kernels.block_mask import MaskSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_decoding import MASK, MODES, history, model_of, prompts_of
 
-from bwsft.backbones.llada import LladaConfig
-from bwsft.backbones.load import new_backbone
 from bwsft.canvas import Canvas, Row
 from bwsft.data import CanvasLayout, Example, pack
 from bwsft.decode_context import DecodeContext
@@ -23,32 +21,6 @@ from bwsft.generate import generate
 from bwsft.modes import Mode
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import masked_states
-
-VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
-MODES = ["exact", "cached", "prefix", "block_causal"]
-
-
-def model_of(seed=0, **family):
-    shape = dict(d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, mlp_hidden_size=24)
-    ids = dict(vocab_size=VOCABULARY, mask_token_id=MASK, eos_token_id=1, pad_token_id=1)
-    config = LladaConfig(**shape, **ids, max_sequence_length=96)
-    model = new_backbone(config, seed, dtype=torch.float64)
-    with torch.no_grad():
-        for name, weight in model.model.named_parameters():
-            if "proj" in name or "_out" in name:
-                weight.mul_(3)
-        model.head()[0][list(ENDS)] *= 1.5
-    model.family = dataclasses.replace(model.family, end_ids=ENDS, **family)
-    return model.eval()
-
-
-def prompts_of(seed, lengths):
-    draw = random.Random(seed)
-    return [[draw.randrange(3, MASK) for _ in range(length)] for length in lengths]
-
-
-def history(results):
-    return [[c[:3] for c in result.trace] for result in results]
 
 
 @st.composite

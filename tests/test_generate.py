@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_decoding
 import torch
 from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24
+from tiny_decoding import ENDS, MASK, VOCABULARY
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bwsft.generate
 import bwsft.rules
 from bwsft.backbones.base import Backbone, Family
-from bwsft.backbones.llada import LladaConfig
-from bwsft.backbones.load import new_backbone
 from bwsft.backbones.lora import add_lora
 from bwsft.canvas import Canvas, Row
 from bwsft.context import CacheShape, ContextCache
@@ -26,29 +26,13 @@ from bwsft.request import make_rows
 from bwsft.verified import VerifiedContext
 
 traced = partial(generate, trace=True)
-VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
+
+
+prompts_of = partial(tiny_decoding.prompts_of, low=0)
 
 
 def model_of(seed=0, dtype=torch.float64, ends=1.5, family=None, **changes) -> Backbone:
-    """A random model whose tokens vary with position and context, and that produces end tokens
-    often: the head's rows of both are stretched."""
-    shape = dict(d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, mlp_hidden_size=24)
-    ids = dict(vocab_size=VOCABULARY, mask_token_id=MASK, eos_token_id=1, pad_token_id=1)
-    config = LladaConfig(**{**shape, **ids, "max_sequence_length": 96, **changes})
-    model = new_backbone(config, seed, dtype=dtype)
-    with torch.no_grad():
-        for name, weight in model.model.named_parameters():
-            if "proj" in name or "_out" in name:
-                weight.mul_(3)
-        model.head()[0][list(ENDS)] *= ends
-    model.family = dataclasses.replace(model.family, end_ids=ENDS, **(family or {}))
-    return model.eval()
-
-
-def prompts_of(seed, lengths):
-    draw = random.Random(seed)
-    # End ids stand in prompts too: those of earlier turns.
-    return [[draw.randrange(MASK) for _ in range(length)] for length in lengths]
+    return tiny_decoding.model_of(seed, ends, dtype, changes, **(family or {}))
 
 
 def plain_decode(model, prompt, config: DecodeConfig, request=0):

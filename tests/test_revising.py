@@ -8,40 +8,12 @@ import torch
 from bwsft_kernels.philox import Stream, gumbel, philox_u24
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_decoding import MASK, MODES, VOCABULARY, history, model_of, prompts_of
 
-from bwsft.backbones.llada import LladaConfig
-from bwsft.backbones.load import new_backbone
 from bwsft.decoding import DecodeConfig, block_bounds, plan_row
 from bwsft.generate import generate
 from bwsft.revising import Block, edit, rcr, route
 from bwsft.schedules import hitting_times, masked_share, routed_shares
-
-VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
-MODES = ["exact", "cached", "prefix", "block_causal"]
-
-
-def model_of(seed=0, **family):
-    """A random model whose tokens vary with position and context and that ends often."""
-    shape = dict(d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, mlp_hidden_size=24)
-    ids = dict(vocab_size=VOCABULARY, mask_token_id=MASK, eos_token_id=1, pad_token_id=1)
-    config = LladaConfig(**shape, **ids, max_sequence_length=96)
-    model = new_backbone(config, seed, dtype=torch.float64)
-    with torch.no_grad():
-        for name, weight in model.model.named_parameters():
-            if "proj" in name or "_out" in name:
-                weight.mul_(3)
-        model.head()[0][list(ENDS)] *= 1.5
-    model.family = dataclasses.replace(model.family, end_ids=ENDS, **family)
-    return model.eval()
-
-
-def prompts_of(seed, lengths):
-    draw = random.Random(seed)
-    return [[draw.randrange(3, MASK) for _ in range(length)] for length in lengths]
-
-
-def history(results):
-    return [[c[:3] for c in result.trace] for result in results]
 
 
 def best_tokens(model, x):

@@ -2,54 +2,35 @@
 
 import dataclasses
 import random
+from functools import partial
 
 import pytest
+import tiny_decoding
 import torch
 from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tiny_decoding import ENDS, MASK, VOCABULARY, history, prompts_of
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from bwsft.backbones.llada import LladaConfig
-from bwsft.backbones.load import new_backbone
 from bwsft.backbones.verifier import load_verifier, new_verifier
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
 from bwsft.rules import Head
 from bwsft.verified import joint_head
 
-VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
 SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.4)  # fmt: skip
 
 
-def model_of(seed=0, **family):
-    shape = dict(d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, mlp_hidden_size=24)
-    ids = dict(vocab_size=VOCABULARY, mask_token_id=MASK, eos_token_id=1, pad_token_id=1)
-    config = LladaConfig(**shape, **ids, max_sequence_length=96)
-    model = new_backbone(config, seed, dtype=torch.float64)
-    with torch.no_grad():
-        for name, weight in model.model.named_parameters():
-            if "proj" in name or "_out" in name:
-                weight.mul_(3)
-    model.family = dataclasses.replace(model.family, end_ids=ENDS, **family)
-    return model.eval()
+model_of = partial(tiny_decoding.model_of, ends=1.0)
 
 
 def causal_lm(seed=0, rows=VOCABULARY, kind=LlamaForCausalLM, config=LlamaConfig):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return kind(config(**SMALL, vocab_size=rows)).double().eval()
-
-
-def prompts_of(seed, lengths):
-    draw = random.Random(seed)
-    return [[draw.randrange(3, MASK) for _ in range(length)] for length in lengths]
-
-
-def history(results):
-    return [[c[:3] for c in result.trace] for result in results]
 
 
 def noise_at(config, position, request):
