@@ -5,14 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_packed import LENGTHS, MASK, SIZES, STARTS, full, loss_rows, masked, packed, span
 
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
 from bwsft.context import Context, Span
-
-LENGTHS = (13, 9, 17)
-STARTS, SIZES = (5, 4, 9), (4, 3, 4)  # active blocks; the second is short
-MASK = 49
 
 
 def backbone(**changes):
@@ -29,40 +26,6 @@ def backbone(**changes):
         pad_token_id=1,
     )
     return new_backbone(LladaConfig(**{**shape, **changes}), 3, dtype=torch.float64)
-
-
-def packed(lengths=LENGTHS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return SimpleNamespace(
-        ids=torch.randint(0, MASK, (sum(lengths),), generator=generator),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        max_length=max(lengths),
-    )
-
-
-def span(starts=STARTS, sizes=SIZES, even=False):
-    return Span(torch.tensor(starts), torch.tensor(sizes), max(sizes), even)
-
-
-def loss_rows(batch, where):
-    """Rows of the span without repeats, shuffled targets, uneven weights."""
-    keep = torch.ones(len(where.start), where.width, dtype=torch.bool)
-    if where.repeats() is not None:
-        keep = ~where.repeats()
-    rows = where.flat(batch.cu_seqlens)[keep]
-    target = (batch.ids[rows] * 7 + 3) % MASK
-    weight = torch.linspace(0.5, 1.5, len(rows))
-    return rows, target, weight
-
-
-def masked(batch, where):
-    ids = batch.ids.index_fill(0, where.flat(batch.cu_seqlens).flatten(), MASK)
-    return SimpleNamespace(**{**vars(batch), "ids": ids})
-
-
-def full(model, batch):
-    return model.hidden_states(batch.ids, batch.position_ids, batch.cu_seqlens)
 
 
 def test_pruned_rows_are_the_rows_of_the_whole_forward():

@@ -9,22 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bwsft_kernels.block_mask import MaskSpec
+from tiny_packed import LENGTHS, MASK, SIZES, STARTS, full, loss_rows, masked, packed, span
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from bwsft.backbones.base import Family
 from bwsft.backbones.decoder import new_decoder
-from bwsft.context import Context, Span
+from bwsft.context import Context
 from bwsft.data import CanvasLayout, Example, pack
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
 from bwsft.modes import Mode
 from bwsft.objectives import blockwise
 
-LENGTHS = (13, 9, 17)
-STARTS, SIZES = (5, 4, 9), (4, 3, 4)  # active blocks; the second is short
-MASK, EOS = 49, 1
+EOS = 1
 FAMILY = Family(mask_id=MASK, eos_id=EOS, end_ids=(EOS,), vocab_size=50, max_positions=64)
 SHAPE = dict(
     hidden_size=32,
@@ -60,38 +59,6 @@ def backbone(shift=0, kind=Qwen2ForCausalLM, config=Qwen2Config):
             if "bias" in name:  # Qwen2 starts them at 0
                 torch.nn.init.normal_(p, std=0.3)
     return new_decoder(model, dataclasses.replace(FAMILY, logit_shift=shift))
-
-
-def packed(lengths=LENGTHS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return SimpleNamespace(
-        ids=torch.randint(0, MASK, (sum(lengths),), generator=generator),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        max_length=max(lengths),
-    )
-
-
-def span(starts=STARTS, sizes=SIZES):
-    return Span(torch.tensor(starts), torch.tensor(sizes), max(sizes), len(set(sizes)) == 1)
-
-
-def masked(batch, where):
-    ids = batch.ids.index_fill(0, where.flat(batch.cu_seqlens).flatten(), MASK)
-    return SimpleNamespace(**{**vars(batch), "ids": ids})
-
-
-def full(model, batch, **options):
-    return model.hidden_states(batch.ids, batch.position_ids, batch.cu_seqlens, **options)
-
-
-def loss_rows(batch, where):
-    """Rows of the span without repeats, other targets, uneven weights."""
-    keep = torch.ones(len(where.start), where.width, dtype=torch.bool)
-    if where.repeats() is not None:
-        keep = ~where.repeats()
-    rows = where.flat(batch.cu_seqlens)[keep]
-    return rows, (batch.ids[rows] * 7 + 3) % MASK, torch.linspace(0.5, 1.5, len(rows))
 
 
 def gradients(model):

@@ -1,0 +1,47 @@
+"""What the backbones' tests run: a packed batch of three rows of 50 tokens, a block of each, and
+the rows of the blocks with targets and weights."""
+
+from types import SimpleNamespace
+
+import torch
+
+from bwsft.context import Span
+
+LENGTHS = (13, 9, 17)
+STARTS, SIZES = (5, 4, 9), (4, 3, 4)  # active blocks; the second is short
+MASK = 49
+
+
+def packed(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return SimpleNamespace(
+        ids=torch.randint(0, MASK, (sum(lengths),), generator=generator),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        max_length=max(lengths),
+    )
+
+
+def span(starts=STARTS, sizes=SIZES, even=None):
+    even = len(set(sizes)) == 1 if even is None else even
+    return Span(torch.tensor(starts), torch.tensor(sizes), max(sizes), even)
+
+
+def masked(batch, where):
+    """The batch with the rows of the span masked."""
+    ids = batch.ids.index_fill(0, where.flat(batch.cu_seqlens).flatten(), MASK)
+    return SimpleNamespace(**{**vars(batch), "ids": ids})
+
+
+def full(model, batch, **options):
+    """Hidden states of all rows."""
+    return model.hidden_states(batch.ids, batch.position_ids, batch.cu_seqlens, **options)
+
+
+def loss_rows(batch, where):
+    """Rows of the span without repeats, other targets, uneven weights."""
+    keep = torch.ones(len(where.start), where.width, dtype=torch.bool)
+    if where.repeats() is not None:
+        keep = ~where.repeats()
+    rows = where.flat(batch.cu_seqlens)[keep]
+    return rows, (batch.ids[rows] * 7 + 3) % MASK, torch.linspace(0.5, 1.5, len(rows))
