@@ -50,7 +50,9 @@ class DecodeContext:
         return cls(model, run, config, cache, [0] * len(rows))
 
     def keep(self, kept: list[int]) -> None:
-        """Retired rows leave the cache."""
+        """Retired rows leave the cache, whose buffers are others from then on."""
+        if self.config.graphs:  # with all that was recorded on the old buffers, and its memory
+            self.run = graphed(self.model)
         index = torch.tensor(kept, dtype=torch.long)
         if self.cache is not None:
             self.cache = self.cache.keep(index.to(self.cache.visible.device))

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from bwsft import presets
+from bwsft.backbones.base import check_context
 from bwsft.decoding import DecodeConfig, Rule
 from bwsft.evaluate import Decode, Decoded
 from bwsft.generate import Generation, decode_stream
@@ -133,6 +134,10 @@ class Decoder:
             settings.setdefault("context", "block_causal")
         for name in FROM_TRAINING:
             settings.setdefault(name, training.get(name, getattr(DecodeConfig, name)))
+        check_context(trained.backbone.family, settings["context"])
+        made_for, size = training.get("block_size"), settings["block_size"]
+        if trained.backbone.family.attention == "block_causal" and made_for not in (None, size):
+            print(f"the model was made for blocks of {made_for}, not {size}", file=sys.stderr)
         if hint := context_hint(training.get("context"), settings["context"]):
             print(hint, file=sys.stderr)
         config = DecodeConfig(**settings)
@@ -194,11 +199,14 @@ class Decoder:
 
 
 def training_config(model: str | None, trained: Trained) -> dict:
-    """The config that the model was trained with; {} if it does not say. The embedded base is
-    made for the debug preset."""
+    """What is known of the config that the model was trained with: all of a run's, the block size
+    that SDAR's config.json names. The embedded base is made for the debug preset."""
     if trained.state:
         return trained.state["config"]
-    return dataclasses.asdict(presets.debug()) if model is None else {}
+    if model is None:
+        return dataclasses.asdict(presets.debug())
+    size = getattr(trained.backbone.base_model.config, "block_size", None)
+    return {} if size is None else {"block_size": size}
 
 
 def load_verifier_for(trained: Trained, path: str) -> Verifier:

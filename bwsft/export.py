@@ -69,7 +69,7 @@ class Weights:
 
     An adapter's update is added matrix by matrix in float32, and each sum rounded once to
     `target`; the adapter is taken off the model. ValueError for an adapter that is more than
-    low-rank updates of matrices, and for files that lack a tensor.
+    low-rank updates of matrices, and for a weight that becomes infinite.
     """
 
     def __init__(self, trained: Trained, stored: torch.dtype, target: torch.dtype):
@@ -90,12 +90,15 @@ class Weights:
         """The values of one tensor, some rows at a time."""
         update = self.update(name) if name in self.updates else None
         done, size = 0, self.tensors[name].shape
-        for rows in read_rows(*self.places[name]):
-            rows = rows.to(self.stored)
+        for read in read_rows(*self.places[name]):
+            rows = read.to(self.stored)
             if update is not None:
-                yield self.merged(rows, update[done : done + len(rows)])
+                found = self.merged(rows, update[done : done + len(rows)])
             else:
-                yield rows.to(self.target)
+                found = rows.to(self.target)
+            if found is not read and (found.isinf() & read.isfinite()).any():
+                raise ValueError(f"{name} has numbers beyond {self.target}: use --dtype float32")
+            yield found
             done += len(rows) if size else 0
         if size and done < size[0]:  # a [MASK] that is new to the model: the row loading gives it
             values = read_tensor(*self.places[name]).to(self.stored)

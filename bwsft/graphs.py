@@ -11,6 +11,7 @@ S rows, W width of a span, T packed tokens, D hidden size.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,10 @@ from bwsft.context import ContextCache, Span
 
 Run = Callable[[], Tensor]
 Record = Callable[[Run], tuple[Callable[[], Any], Tensor]]
+
+# Of one batch. Rows that stand in different blocks have ever new shapes under a suffix window or in
+# `prefix`; a recording keeps megabytes and costs three forwards, and the rest run as they are.
+MOST_KEPT = 128
 
 
 @dataclass
@@ -42,8 +47,8 @@ class Recorded:
 
 @dataclass
 class GraphedPasses:
-    """`hidden_states` and `active_hidden_states` of a backbone, for one batch of rows. A result is
-    good until the next call of the same shapes.
+    """`hidden_states` and `active_hidden_states` of a backbone, for one batch of rows and one
+    context cache. A result is good until the next call: recordings share their memory.
 
     `record(run)` runs the forward and returns (replay, its output).
     """
@@ -83,8 +88,7 @@ class GraphedPasses:
         inputs |= {} if cache.rows is None else {"rows": cache.rows}
         inputs |= {} if wanted is None else {"wanted": wanted}
         whole = cache.length if cache.even == cache.length else None
-        # A cache that rows have left has other buffers.
-        key = (span.width, span.even, whole, cache.keys[0].data_ptr())
+        key = (span.width, span.even, whole)
 
         def run(at: dict[str, Tensor]) -> Tensor:
             seen = replace(
@@ -99,6 +103,8 @@ class GraphedPasses:
         self, key: tuple, inputs: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Tensor]
     ) -> Tensor:
         key = (*key, *((name, x.shape, x.dtype) for name, x in inputs.items()))
+        if key not in self.kept and len(self.kept) >= MOST_KEPT:
+            return run(inputs)
         if key not in self.kept:
             buffers = {name: x.clone() for name, x in inputs.items()}
             self.kept[key] = Recorded(buffers, *self.record(lambda: run(buffers)))
@@ -108,6 +114,7 @@ class GraphedPasses:
 def graphed(model: Backbone) -> GraphedPasses:
     """Passes of `model` as CUDA graphs. ValueError where its forward reads from the device, which
     no graph can."""
+    from bwsft.backbones.attention import varlen_kernel
     from bwsft.backbones.llada import LladaBackbone
 
     weight = model.head()[0]
@@ -116,26 +123,37 @@ def graphed(model: Backbone) -> GraphedPasses:
         raise ValueError(
             "graphs needs a LLaDA in bfloat16 or float16 on a CUDA device: leave it out here"
         )
-    return GraphedPasses(model, Capture())
+    width = model.base_model.config.head_dim
+    if varlen_kernel(weight.device, weight.dtype, width) is None:
+        raise ValueError(f"graphs needs heads that flash attention takes, not {width} wide")
+    return GraphedPasses(model, Capture(weight.device))
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all recordings on a device: cuBLAS keeps up to 32 MiB for every stream that it
+    has been used on, and never gives them back."""
+    return torch.cuda.Stream(device)
 
 
 class Capture:
     """Records on CUDA. The graphs of a batch share one pool: they replay one after the other, and
     what one of them returns stays allocated."""
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> tuple[Callable[[], Any], Tensor]:
-        # A first run on another stream makes what libraries allocate and compile when first used.
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream), without_autocast_cache():
-            run()
-        current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool), without_autocast_cache():
-            output = run()
+        with torch.cuda.device(self.device), without_autocast_cache():
+            # A first run on that stream makes what libraries allocate and compile when first used.
+            stream, current = side_stream(self.device), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                run()
+            current.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+                output = run()
         return graph.replay, output
 
 

@@ -37,7 +37,7 @@ from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 from tqdm import tqdm
 
-from bwsft.backbones.base import Backbone, Family, check_context
+from bwsft.backbones.base import Backbone, Family
 from bwsft.generate import decoding
 from bwsft.packing import CanvasLayout
 
@@ -117,7 +117,11 @@ def log_likelihoods(
 
 
 def check(number: int, request: Request, family: Family, config: LikelihoodConfig) -> None:
-    check_context(family, "exact")
+    if family.attention == "block_causal":
+        raise ValueError(
+            "likelihoods run under context exact, which a model that attends from block to block "
+            "does not have: score its answers instead (bwsft evaluate)"
+        )
     prompt, response = request
     if not len(response):
         raise ValueError(f"request {number} has an empty response")

@@ -4,6 +4,7 @@ random LLaDA; for training and for decoding."""
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +83,25 @@ def stored_model(config: c.Config, tokenizer) -> ModelPlan:
         dtype = weight_dtype(config, device)
         place = "cpu" if config.lora.quantize else device
         backbone = load_backbone(source, dtype=dtype, device=place, facts=facts)
+        note_block_size(backbone, config.block_size, warn=True)
         if config.lora.quantize:
             quantize(backbone, device)
         return backbone
 
     return ModelPlan(family, source if config.model else EMBEDDED, build)
+
+
+def note_block_size(backbone: Backbone, size: int, *, warn: bool = False) -> None:
+    """Where config.json has a block size (SDAR's), it becomes that of the training."""
+    config = backbone.base_model.config
+    if not hasattr(config, "block_size"):
+        return
+    if warn and config.block_size not in (None, size):
+        warnings.warn(
+            f"the model was made for blocks of {config.block_size}, --block-size is {size}",
+            stacklevel=2,
+        )
+    config.block_size = size
 
 
 def random_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
@@ -188,6 +203,7 @@ def load_trained(
     if state is not None:
         fields = {**state["family"], "end_ids": tuple(state["family"]["end_ids"])}
         backbone.family = Family(**fields)
+        note_block_size(backbone, state["config"]["block_size"])
     else:
         ends = d.Template(words, "metamath").end_ids
         end_ids = tuple(dict.fromkeys((*ends, *backbone.family.end_ids)))

@@ -76,7 +76,13 @@ def _read_tokenizer(name: str) -> Any:
     except Exception:
         if get_tokenizer_config(name).get("tokenizer_class") not in QWEN_CLASSES:
             raise
-        return Qwen2Tokenizer.from_pretrained(name)
+    tokenizer = Qwen2Tokenizer.from_pretrained(name)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    # Each merge makes one token of several characters; without it the text falls to pieces.
+    made = sum(len(token) > 1 for token in model["vocab"]) - len(tokenizer.added_tokens_decoder)
+    if len(model["merges"]) < made:
+        raise ValueError(f"merges.txt has {len(model['merges']):,} merges, too few: copy it again")
+    return tokenizer
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -207,6 +207,55 @@ def test_rounding_is_reported(make, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("place", ["base", "adapter"])
+def test_a_weight_beyond_the_dtype_is_refused(make, tmp_path, place):
+    """Not written as infinity; one that was infinite stays so."""
+    checkpoint = make(torch.float32)
+    if place == "adapter":
+        (checkpoint / "manifest.json").unlink()
+    base = checkpoint.parents[2] / "base" / "model.safetensors"
+    file = base if place == "base" else checkpoint / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "q_proj" in name and "lora_A" not in name)
+    tensors[name][0, 0] = 1e9
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="q_proj.weight has numbers beyond torch.float16: use"):
+        run_export(ExportOptions(str(checkpoint), tmp_path / "out", dtype="float16"))
+    assert not (tmp_path / "out").exists()
+    exported(checkpoint, tmp_path / "out", dtype="bfloat16")
+    if place == "base":
+        tensors[name][0, 0] = float("inf")
+        save_file(tensors, file, metadata={"format": "pt"})
+        assert any(w.isinf().any() for w in exported(checkpoint, tmp_path / "two").values())
+
+
+@pytest.mark.parametrize("options", [
+    {"use_rslora": True},
+    {"alpha_pattern": {"q_proj": 2.0, r"blocks\.1\.ff_out": 11.0}},
+    {"use_rslora": True, "alpha_pattern": {"v_proj": 5}, "rank_pattern": {"v_proj": 2}},
+])  # fmt: skip
+def test_the_scale_of_an_update_is_that_of_its_matrix(make, tmp_path, options):
+    """alpha / r, alpha / sqrt(r) for rsLoRA; both may differ from matrix to matrix."""
+    checkpoint = make(torch.float32)
+    (checkpoint / "manifest.json").unlink()
+    file = checkpoint / "adapter_model.safetensors"
+    update, config = load_file(file), checkpoint / "adapter_config.json"
+    for name in [n for n in update if "v_proj" in n and "rank_pattern" in options]:
+        update[name] = (update[name][:2] if "lora_A" in name else update[name][:, :2]).contiguous()
+    save_file(update, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | options))
+    found = exported(checkpoint, tmp_path / "out")
+    base = load_file(checkpoint.parents[2] / "base" / "model.safetensors")
+    for place in {name.split(".lora_")[0] for name in update}:
+        a, b = (update[f"{place}.lora_{side}.weight"].double() for side in "AB")
+        named = options.get("alpha_pattern", {}).items()
+        alpha = next((v for key, v in named if place.endswith(key.replace("\\", ""))), LORA.alpha)
+        divisor = len(a) ** (0.5 if "use_rslora" in options else 1)
+        name = place.removeprefix("base_model.model.") + ".weight"
+        expected = (base[name].double() + alpha / divisor * (b @ a)).float()
+        torch.testing.assert_close(found[name], expected, rtol=3e-7, atol=3e-8)
+
+
 def test_a_sharded_export_holds_the_same(make, tmp_path):
     """From a sharded base too; transformers reads it by its index."""
     checkpoint = make()

@@ -29,6 +29,7 @@ from bwsft.backbones.families import model_class
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import read_family
 from bwsft.backbones.qwen_layouts import DreamConfig, SdarConfig
+from bwsft.decoder import Decoder, DecoderOptions
 from bwsft.decoding import DecodeConfig
 from bwsft.export import ExportOptions, run_export
 from bwsft.generate import generate
@@ -363,6 +364,29 @@ def plain_decode(plain, mode, prompt, gen_length):
 
 
 PROMPTS = [[65, 70, 42], [50, 51, 52, 53, 54, 55, 56, 57, 58], [66, 67, 68, 69, 70, 71, 72, 73]]
+
+
+def test_a_context_that_the_family_lacks_is_refused_without_a_hint(folders, capsys):
+    with pytest.raises(ValueError, match="has no context exact: use --context block_causal"):
+        Decoder.load(str(folders["sdar"]), DecoderOptions(context="exact"))
+    assert "prefix is faster" not in capsys.readouterr().err
+
+
+def test_sdars_block_size_is_its_training(config_of, folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["sdar"], tmp_path / "sdar")
+    content = json.loads((folder / "config.json").read_text()) | {"block_size": 8}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert Decoder.load(str(folder), DecoderOptions()).config.block_size == 8
+    Decoder.load(str(folder), DecoderOptions(block_size=B))
+    assert f"was made for blocks of 8, not {B}" in capsys.readouterr().err
+    for rank in (0, 2):
+        config = config_of("sdar", "block_causal", model=str(folder), steps=1,
+                           lora=c.LoraConfig(rank=rank))  # fmt: skip
+        with pytest.warns(UserWarning, match=f"made for blocks of 8, --block-size is {B}"):
+            t.train(config)
+        out = tmp_path / f"out{rank}"
+        run_export(ExportOptions(model=config.out, out=out))
+        assert Decoder.load(str(out), DecoderOptions()).config.block_size == B
 
 
 @families

@@ -239,6 +239,22 @@ def test_a_decoders_own_dropout_is_off(config_class):
     assert backbone.model.config.attention_dropout == 0.5
 
 
+@pytest.mark.parametrize("config_class", [LlamaConfig, ModernBertConfig])
+def test_an_end_token_that_is_left_out_is_the_tokenizers(config_class, tmp_path, tokenizer_folder):
+    config = config_class(
+        vocab_size=320, **SHAPE, mask_token_id=257, logit_shift=0, pad_token_id=0, eos_token_id=9
+    )
+    folder = saved(tmp_path / "m", new_backbone(config).model)
+    assert read_family(folder).eos_id == 9
+    edit(folder / "config.json", eos_token_id=None)
+    with pytest.raises(ValueError, match="config.json lacks eos_token_id: add the id"):
+        read_family(folder)
+    assert read_family(folder, Facts(eos_id=7)).eos_id == 7
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    assert read_family(folder).end_ids == (256,)
+
+
 def test_rope_that_depends_on_the_batch_is_refused():
     rope = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4,
             "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,

@@ -2,7 +2,9 @@
 every operator with the tensors it ran on and runs them again on that same memory, so that whatever
 a replay doesn't copy into its buffers stays as it was when recorded."""
 
+import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils._pytree import tree_map
 from bwsft import decode_context, graphs
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
+from bwsft.context import ContextCache
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
 from bwsft.graphs import GraphedPasses
@@ -143,6 +146,79 @@ def test_batches_do_not_share_recordings(recorder):
     plain = dataclasses.replace(config, graphs=False, batch_size=4)
     tokens = [g.tokens for g in generate(model, prompts, config)]
     assert tokens == [g.tokens for g in generate(model, prompts, plain)]
+
+
+PROMPTS = [[3, 4, 5], [7] * 6, [9, 3, 4, 8, 5], [6, 11], [4, 4], [8, 2, 9]]
+
+
+def test_recordings_end_with_their_cache(recorder, monkeypatch):
+    """Of a cache that rows have left, a layer's buffer may lie where one of the old cache lay."""
+
+    def keep(cache, rows):
+        first = cache.keys[0][: len(rows)].copy_(cache.keys[0][rows])
+        kept = usual(cache, rows)
+        return dataclasses.replace(kept, keys=[first, *kept.keys[1:]])
+
+    usual = ContextCache.keep
+    monkeypatch.setattr(ContextCache, "keep", keep)
+    for seed in range(4):
+        model = model_of(seed=seed)
+        config = DecodeConfig(24, 4, context="cached", rule="threshold", threshold=0.5)
+        plain = generate(model, PROMPTS, config)
+        found = generate(model, PROMPTS, dataclasses.replace(config, graphs=True))
+        assert [g.tokens for g in found] == [g.tokens for g in plain]
+
+
+def test_recordings_have_an_end(recorder, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_KEPT", 2)
+    config = DecodeConfig(16, 4, context="prefix", stop_at_end=False)
+    plain = generate(model_of(), PROMPTS[:2], config)
+    found = generate(model_of(), PROMPTS[:2], dataclasses.replace(config, graphs=True))
+    assert [g.tokens for g in found] == [g.tokens for g in plain]
+    assert recorder.recorded == 2 and 0 < recorder.replayed < 12
+
+
+def test_all_recordings_share_a_stream(monkeypatch):
+    """On the model's device, and not on one stream more for each."""
+    log = []
+
+    def named(*words):
+        @contextlib.contextmanager
+        def entered(*args, **options):
+            log.append((*words, *args, *options.values()))
+            yield
+
+        return entered
+
+    fakes = dict(
+        Stream=lambda device: SimpleNamespace(device=device, wait_stream=lambda other: None),
+        current_stream=lambda: SimpleNamespace(wait_stream=lambda other: None),
+        CUDAGraph=lambda: SimpleNamespace(replay=len),
+        graph_pool_handle=lambda: "pool", device=named("device"), stream=named("stream"),
+        graph=lambda graph, pool, stream: named("graph")(stream),
+    )  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs.side_stream.cache_clear()
+    where, ran = torch.device("cuda", 1), []
+    for _ in range(2):
+        assert graphs.Capture(where)(lambda: ran.append(len(log))) == (len, None)
+    graphs.side_stream.cache_clear()
+    assert [entry[0] for entry in log] == ["device", "stream", "graph"] * 2
+    assert ran == [2, 3, 5, 6]  # once on the stream, once as the graph is made
+    streams = {id(entry[1]) for entry in log if entry[0] != "device"}
+    assert len(streams) == 1 and log[0][1] == log[1][1].device == where
+
+
+def test_heads_that_flash_attention_does_not_take(monkeypatch):
+    model = model_of(torch.bfloat16)
+    weight = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda"))
+    monkeypatch.setattr(model, "head", lambda: (weight, None))
+    monkeypatch.setattr(graphs, "Capture", lambda device: None)
+    assert graphs.graphed(model).model is model
+    monkeypatch.setattr(model.base_model.config, "n_heads", 4)
+    with pytest.raises(ValueError, match="flash attention takes, not 4 wide"):
+        graphs.graphed(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import torch
 
 from bwsft.backbones.llada import LladaConfig
 from bwsft.backbones.load import new_backbone
-from bwsft.likelihood import LikelihoodConfig, log_likelihoods, masks_of, sampled_sets
+from bwsft.likelihood import LikelihoodConfig, check, log_likelihoods, masks_of, sampled_sets
 
 MASK, EOS, VOCAB = 11, 1, 12
 PROMPT, RESPONSE = [4, 7, 2], [5, 3, 9, 6, 2, 8, 3, 10, 4, 7]
@@ -157,6 +157,9 @@ def test_mistakes_are_named(backbone):
     ):
         with pytest.raises(ValueError, match=message):
             log_likelihoods(backbone, [request])
+    causal = dataclasses.replace(backbone.family, attention="block_causal")
+    with pytest.raises(ValueError, match=r"from block to block does not have: .*bwsft evaluate"):
+        check(0, (PROMPT, RESPONSE), causal, LikelihoodConfig())
     for fields, message in (
         ({"draws": 0}, "draws must be at least 1"),
         ({"estimator": "best"}, "estimator must be count or rate"),

@@ -182,6 +182,19 @@ def test_auto_is_cuda_with_triton(monkeypatch):
         assert llada_layers.small_ops(False, on_gpu) is plain
 
 
+def test_auto_leaves_compiled_code_whole(monkeypatch):
+    monkeypatch.setattr(llada_layers, "_triton_is_there", lambda: True)
+    on_gpu = types.SimpleNamespace(is_cuda=True)
+
+    def norm(x):
+        return llada_layers.small_ops("auto", on_gpu).rms_norm(x, torch.ones(8), 1e-5)
+
+    x = torch.randn(3, 8)
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), norm(x))
+    assert llada_layers.small_ops("auto", on_gpu) is bwsft_kernels
+
+
 def test_the_switch(tmp_path):
     backbone = new_backbone(LladaConfig(**CONFIG), seed=0)
     norms = [m for m in backbone.modules() if hasattr(m, "fused_ops")]

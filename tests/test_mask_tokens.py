@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     BertConfig,
+    BertForMaskedLM,
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
@@ -118,6 +119,9 @@ def test_what_contradicts_the_model_is_refused(decoder, model_folder, data_file,
     edit(decoder / "config.json", mask_token_id=321)
     with pytest.raises(ValueError, match="mask_token_id=321 is no token id below 320"):
         read_family(decoder)
+    edit(decoder / "config.json", mask_token_id=None)
+    with pytest.raises(ValueError, match="321, as the tokenizer has it, .* 320 token ids: the tok"):
+        read_family(decoder, Facts(mask_id=321))
     edit(decoder / "config.json", mask_token_id=300, logit_shift=2)
     with pytest.raises(ValueError, match="logit_shift must be 0 or 1 or null, not 2"):
         read_family(decoder)
@@ -195,6 +199,19 @@ def test_a_model_of_transformers_becomes_a_backbone(decoder):
                         (GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)), "llama")):
         with pytest.raises(ValueError, match=f"is not a LLaDA of bwsft.*{name}"):
             as_backbone(other)
+
+
+def test_a_loaded_encoder_takes_its_tokenizers_mask(tokenizer_folder):
+    model = BertForMaskedLM(BertConfig(vocab_size=320, **SHAPE))
+    with pytest.raises(ValueError, match=r"no .MASK.: take the tokenizer's with .*set_mask\("):
+        as_backbone(model)
+    words = d.load_tokenizer(tokenizer_folder)
+    words.eos_token, words.sep_token = None, words.eos_token  # as AutoTokenizer loads BERT's
+    with pytest.raises(ValueError, match="logit_shift is 0 in a model of type bert, not 1"):
+        set_mask(model, words, words.mask_token, 1)
+    set_mask(model, words, words.mask_token, 0)
+    family = as_backbone(model).family
+    assert (family.mask_id, family.end_ids) == (words.mask_token_id, (words.sep_token_id,))
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])

@@ -314,3 +314,7 @@ def test_qwens_tokenizer_without_tokenizer_json(tmp_path):
     again = load_tokenizer(tmp_path / "saved")
     assert again(lines)["input_ids"] == ours(lines)["input_ids"]
     assert tokenizer_digest(again) == tokenizer_digest(ours)
+    half = (tmp_path / "merges.txt").read_text(encoding="utf-8").splitlines()[:70_000]
+    (tmp_path / "merges.txt").write_text("\n".join(half), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"merges.txt has [\d,]+ merges, too few: copy it again"):
+        load_tokenizer(tmp_path)

@@ -203,6 +203,11 @@ def test_rows_past_2_31():
     expected = rotary(q, k, *tables, impl="triton")
     assert torch.equal(rotary(far(q), k, *tables, impl="triton")[0], expected[0])
     assert torch.equal(rotary(q, far(k), *tables, impl="triton")[1], expected[1])
+    # Heads first, as attention lays them out: head 4 is 2^31 elements behind head 0.
+    q, _, *tables = cases.rotary_case(torch.float16, (3,), (5, 1), 24)
+    apart = far(q.transpose(0, 1).contiguous()).transpose(0, 1)
+    turned = rotary(apart, None, *tables, impl="triton")[0]
+    assert torch.equal(turned, rotary(q, None, *tables, impl="triton")[0])
 
 
 def test_rows_too_long_for_registers():

@@ -133,6 +133,7 @@ def _build(kind: str, found: dict, typed: dict[str, Any], file: Path) -> PreTrai
             raise ValueError(f"{file}: num_hidden_layers must lie between 1 and {_MOST_LAYERS:,}")
         common = {field.name for field in fields(PreTrainedConfig)}
         names += [*_OLDER, *({field.name for field in fields(config_class)} - common)]
+        found = {"eos_token_id": None} | found  # not that of the first Llama or ModernBERT
     try:
         return config_class.from_dict({name: found[name] for name in names if name in found})
     except Exception as error:  # a wrong value fails wherever it is first used
@@ -161,6 +162,11 @@ def _complete(config: PreTrainedConfig, facts: Facts, folder: Path) -> PreTraine
     for name in lacking:
         if known[name] is None:
             raise ValueError(f"{folder / 'config.json'} lacks {name}: {_REMEDY[name]}")
+        if known[name] >= config.vocab_size + (name == "mask_token_id"):  # which may be a new row
+            raise ValueError(
+                f"{name} would be {known[name]}, as the tokenizer has it, but {folder} has "
+                f"{config.vocab_size} token ids: the tokenizer does not belong to this model"
+            )
         if name != "logit_shift" or config.model_type in DECODERS:
             setattr(config, name, known[name])
     return config
@@ -169,6 +175,10 @@ def _complete(config: PreTrainedConfig, facts: Facts, folder: Path) -> PreTraine
 _BOTH = (
     "an autoregressive model has none; train it with --mask-token '<|mask|>' --logit-shift 1 (it "
     "predicts the next token) or 0, or add mask_token_id and logit_shift to config.json"
+)
+_IN_PLACE = (
+    "take the tokenizer's with bwsft.backbones.load.set_mask(model, tokenizer, "
+    "tokenizer.mask_token, logit_shift=0)"
 )
 _REMEDY = {
     "mask_token_id": _BOTH,
@@ -188,7 +198,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     mask_id = getattr(config, "mask_token_id", None)
     shift = getattr(config, "logit_shift", None) if kind in DECODERS else 0
     if mask_id is None or shift is None:
-        raise ValueError(f"the model has no [MASK]: {_BOTH}")
+        raise ValueError(f"the model has no [MASK]: {_IN_PLACE if kind in ENCODERS else _BOTH}")
     size = config.vocab_size
     if not 0 <= mask_id <= size or kind not in (*DECODERS, *ENCODERS) and mask_id == size:
         raise ValueError(f"config field mask_token_id={mask_id} is no token id below {size}")

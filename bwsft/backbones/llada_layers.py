@@ -28,9 +28,10 @@ def _triton_is_there() -> bool:
 
 def small_ops(choice: bool | str, x: Tensor) -> ModuleType:
     """Where rms_norm, rotary and swiglu come from: ``bwsft_kernels`` fuses them, its ``plain`` is
-    torch. "auto" fuses on CUDA where triton is installed."""
+    torch. "auto" fuses on CUDA where triton is installed, but not under torch.compile and export:
+    they fuse plain torch themselves, and each of these functions would break their graph."""
     if choice == "auto":
-        choice = x.is_cuda and _triton_is_there()
+        choice = not torch.compiler.is_compiling() and x.is_cuda and _triton_is_there()
     return bwsft_kernels if choice else plain
 
 

@@ -15,7 +15,16 @@ from bwsft import strict_json
 from bwsft.mask_token import add_mask_token
 
 from .base import Backbone, Family
-from .families import SUPPORTED, Facts, family_of, model_class, read_config, wrap
+from .families import (
+    DECODERS,
+    SUPPORTED,
+    Facts,
+    _sentence,
+    family_of,
+    model_class,
+    read_config,
+    wrap,
+)
 from .weights_check import Shapes, check_tensors, read_json, stored_shapes
 
 __all__ = ["Facts", "as_backbone", "load_backbone", "new_backbone", "read_family", "set_mask"]
@@ -116,12 +125,17 @@ def as_backbone(model: Any) -> Backbone:
 
 
 def set_mask(model: PreTrainedModel, tokenizer: Any, mask_token: str, logit_shift: int) -> None:
-    """Give a loaded decoder of transformers, and its tokenizer, a [MASK], as `bwsft train` does for
-    --mask-token and --logit-shift; both are changed in place."""
-    model.config.mask_token_id = add_mask_token(tokenizer, mask_token)
-    model.config.logit_shift = logit_shift
-    if model.config.eos_token_id is None:
-        model.config.eos_token_id = tokenizer.eos_token_id
+    """Give a loaded model of transformers, and its tokenizer, a [MASK], as `bwsft train` does for
+    --mask-token and --logit-shift; both are changed in place. ``ValueError`` for a shift that the
+    family does not have."""
+    kind, config = model.config.model_type, model.config
+    if kind in DECODERS:
+        config.logit_shift = logit_shift
+    elif logit_shift != (own := int(kind == "Dream")):
+        raise ValueError(f"logit_shift is {own} in a model of type {kind}, not {logit_shift}")
+    config.mask_token_id = add_mask_token(tokenizer, mask_token)
+    if config.eos_token_id is None:
+        config.eos_token_id = Facts.of_tokenizer(tokenizer).eos_id
 
 
 def model_folder(path: str | Path) -> Path:
@@ -163,7 +177,7 @@ def _expected_shapes(config: PreTrainedConfig, folder: Path) -> tuple[Shapes, di
             model = model_class(config)(config)
     except Exception as error:  # sizes that do not fit together fail wherever they first meet
         raise ValueError(
-            f"{folder / 'config.json'} describes a model that cannot be built ({error!s:.200})"
+            f"{folder / 'config.json'} describes a model that cannot be built ({_sentence(error)})"
         ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return shapes, dict(model.all_tied_weights_keys)

@@ -26,13 +26,17 @@ def graph_break(fn):
 
 
 def check_floating(**tensors: torch.Tensor) -> None:
-    """ValueError for a tensor that is distributed, or no floating-point one."""
+    """ValueError for a tensor that is distributed, no floating-point one, or on another device
+    than the first: a kernel would read its address on the wrong GPU."""
     distributed = sys.modules.get("torch.distributed.tensor")
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
     for name, tensor in tensors.items():
         if distributed is not None and isinstance(tensor, distributed.DTensor):
             raise ValueError(f"{name} is a DTensor; gather it first, e.g. with full_tensor()")
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, not {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, but {first} on {device}: move it")
 
 
 def first_derivative_only(name: str):

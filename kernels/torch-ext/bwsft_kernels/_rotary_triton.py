@@ -74,11 +74,18 @@ def _rotary_heads_kernel(
                     HALF, BLOCK_E)  # fmt: skip
 
 
+def _near(x):
+    """`close`, and with the heads of a token within the reach of int32 offsets, as attention's own
+    layout [H, T, E] of millions of tokens is not."""
+    x = close(x)
+    return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
+
+
 def turn(q, k, cos, sin, inverse: bool):
     """As _turn of rotary.py, for fp32 and 16-bit tensors."""
     if q is None:
         return turn(k, q, cos, sin, inverse)[::-1] if k is not None else (None, None)
-    q, other = close(q), close(q if k is None else k)
+    q, other = _near(q), _near(q if k is None else k)
     (size, heads, width), more = q.shape, 0 if k is None else other.shape[1]
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     k_out = None if k is None else torch.empty_like(k, memory_format=torch.contiguous_format)
