@@ -61,7 +61,7 @@ def decoding_operators(context: str, layers: int, kind: str) -> list[int]:
     with (mock.patch.object(operators, "CountOperators", Launches),
           mock.patch.object(decode_context, "graphed", graphed)):
         counts = operators.operators_per_step(model, [[3] * 16], config)
-    return [counts[10], counts[8]]  # what step 9 may still record, step 10 replays
+    return [counts[12], counts[8]]  # shapes new to step 9 are recorded in step 10
 
 
 def one_launch(run):

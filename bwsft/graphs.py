@@ -50,11 +50,14 @@ class GraphedPasses:
     """`hidden_states` and `active_hidden_states` of a backbone, for one batch of rows and one
     context cache. A result is good until the next call: recordings share their memory.
 
-    `record(run)` runs the forward and returns (replay, its output).
+    Shapes are recorded when they come for the second time: a recording costs two forwards, and
+    under a dynamic rule many never come back. `record(run)` runs the forward and returns (replay,
+    its output).
     """
 
     model: Backbone
     record: Record
+    met: set[tuple] = field(default_factory=set)
     kept: dict[tuple, Recorded] = field(default_factory=dict)
 
     def hidden_states(
@@ -103,9 +106,10 @@ class GraphedPasses:
         self, key: tuple, inputs: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Tensor]
     ) -> Tensor:
         key = (*key, *((name, x.shape, x.dtype) for name, x in inputs.items()))
-        if key not in self.kept and len(self.kept) >= MOST_KEPT:
-            return run(inputs)
         if key not in self.kept:
+            if key not in self.met or len(self.kept) >= MOST_KEPT:
+                self.met.add(key)
+                return run(inputs)
             buffers = {name: x.clone() for name, x in inputs.items()}
             self.kept[key] = Recorded(buffers, *self.record(lambda: run(buffers)))
         return self.kept[key](inputs)
