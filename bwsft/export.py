@@ -233,5 +233,6 @@ def report(trained: Trained, out: Path, target: torch.dtype, lost: float | None)
         config = trained.state["config"]
         print(
             f"decode as trained: bwsft generate --model {out} --template {trained.template()} "
-            f"--gen-length {config['gen_length']} --block-size {config['block_size']}"
+            f"--gen-length {config['gen_length']} --block-size {config['block_size']} "
+            f"--context {config['context']}"
         )

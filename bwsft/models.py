@@ -197,7 +197,12 @@ def load_trained(
     if state is not None:  # an adapter's base may not know its [MASK]
         saved = state["family"]
         facts = Facts(saved["mask_id"], saved["logit_shift"], saved["eos_id"])
-    backbone = load_backbone(base, dtype=dtype, device=place, facts=facts)
+    try:
+        backbone = load_backbone(base, dtype=dtype, device=place, facts=facts)
+    except FileNotFoundError as error:
+        if not adapter:
+            raise
+        raise FileNotFoundError(f"{error}; it is the base of the adapter in {source}") from error
     if adapter:
         load_adapter(backbone, source, trainable=False)
     if state is not None:

@@ -186,7 +186,7 @@ def test_the_folder_is_complete(adapter, tmp_path, capsys):
     assert ours("7+7=\n")["input_ids"] == theirs("7+7=\n")["input_ids"]
     shown = capsys.readouterr().out
     assert "adapter merged, bfloat16" in shown and "% of its norm" in shown
-    assert "--template none --gen-length 24 --block-size 6" in shown
+    assert "--template none --gen-length 24 --block-size 6 --context exact" in shown
     # An exported folder is a model folder like any other.
     exported(tmp_path / "out", tmp_path / "again", dtype="float32")
     assert "adapter" not in capsys.readouterr().out

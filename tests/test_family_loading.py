@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_folders import QWEN, SHAPE, WEIGHTS, edit, qwen, same, saved
 from torch import nn
 from transformers import (
     BertConfig,
@@ -15,7 +16,6 @@ from transformers import (
     LlamaConfig,
     ModernBertConfig,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
 )
 
@@ -30,33 +30,7 @@ from bwsft.backbones.load import (
 from bwsft.backbones.lora import add_lora
 from bwsft.backbones.qwen_layouts import DreamConfig, DreamModel, SdarConfig, SDARForCausalLM
 
-WEIGHTS = "model.safetensors"
-SHAPE = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=96, initializer_range=0.2,
-)  # fmt: skip
-QWEN = dict(**SHAPE, num_key_value_heads=2, vocab_size=320, eos_token_id=256)
 FACTS = Facts(mask_id=257, logit_shift=1)
-
-
-def saved(folder, model):
-    model.save_pretrained(folder)
-    return folder
-
-
-def qwen(**changes):
-    torch.manual_seed(1)
-    return Qwen2ForCausalLM(Qwen2Config(**(QWEN | changes)))
-
-
-def edit(file, **changes):
-    """Change entries of a JSON object; None removes one."""
-    content = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 # --- files ---
