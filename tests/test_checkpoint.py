@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import warnings
 
 import pytest
@@ -115,6 +116,16 @@ def test_every_bit_of_an_adapter_comes_back(saved, make_run):
     assert same_weights(run, again)
     assert t.train_step(run, 2) == t.train_step(again, 2)  # dropout, moments, gradient
     assert same_weights(run, again)
+
+
+def test_a_missing_base_is_named_as_the_adapters(saved):
+    _, path = saved(lora=LORA)
+    state = k.read_state(path)
+    (path / "state.json").write_text(json.dumps({**state, "base": "/gone/base"}))
+    shutil.rmtree(path.parent.parent / "base", ignore_errors=True)
+    (path / k.MANIFEST).unlink()  # its checksums are those of the true state
+    with pytest.raises(FileNotFoundError, match=f"gone/base .*base of the adapter in {path}"):
+        load_trained(str(path))
 
 
 def same_weights(a, b):
