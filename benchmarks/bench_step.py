@@ -27,7 +27,7 @@ from bwsft.optim import make_optimizer
 
 # The paper, appendix A.1: LLaDA-8B, LoRA r 256, batch 1 on one A100.
 PAPER = {"tokens_per_s": 5_100.0, "extra": {"GB in all": 23.5}}
-# The second table: the mode, and what lies behind a response (DESIGN section 4).
+# The second table: the mode, and what lies behind a response.
 PADDING = {
     "naive": (None, "padded"),
     "exact_padded": (Mode("exact"), "padded"),

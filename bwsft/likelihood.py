@@ -1,7 +1,7 @@
 """How likely a model finds a given response: its any-order bound, exactly or by sampled masks.
 
 A masked-diffusion model has no left-to-right likelihood. What it bounds is that of decoding the
-response one token at a time in random order (objectives.md 2.2, LLaDA's get_log_likelihood):
+response one token at a time in random order (LLaDA's get_log_likelihood):
 
     sum over sets S of the response's tokens, S not empty, of
         1 / (|S| C(n, |S|)) * sum over i in S of log p(r_i | prompt, the tokens outside S)

@@ -26,7 +26,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CanvasLayout:
-    """What lies behind a response (DESIGN section 4).
+    """What lies behind a response.
 
     `fixed`: EOS to the end of the last block, counted as response, then [MASK] to prompt +
     gen_length; a response longer than gen_length ends at its own next block boundary. `response`:

@@ -84,7 +84,7 @@ def assert_close(one, other):
 @pytest.mark.parametrize("mode", [Mode("exact"), Mode("cached", draws=2), Mode("exact", draws=2)])
 @pytest.mark.parametrize("canvas", ["response", "fixed"])
 def test_all_blocks_are_the_average_of_the_single_ones(mode, canvas, batch_of):
-    """objectives.md 7.9. Sequences of 1, 2 and 4 blocks: no forward has a sequence without loss."""
+    """Sequences of 1, 2 and 4 blocks: no forward has a sequence without loss."""
     batch = batch_of([(3, 14), (5, 1), (2, 6)], visit=1, canvas=canvas)
     run, one = run_of(dataclasses.replace(mode, all_blocks=True), "all"), run_of(mode)
     sizes, forward = [], run.backbone.forward
@@ -144,7 +144,7 @@ def test_exact_draws_share_the_block_and_average(batch_of):
 
 @pytest.mark.parametrize("name", ["exact", "cached"])
 def test_a_flat_pair_weighs_every_token_exactly_once(name, batch_of):
-    """objectives.md 10.7: m and not-m at 1/|I_a| each. A constant loss comes out exact, whatever
+    """m and not-m at 1/|I_a| each. A constant loss comes out exact, whatever
     was masked; 200 visits of blocks of 4 and 2 tokens, pairs with an empty half among them."""
     batch = batch_of([(3, 6)] * 200, visit=range(200))
     spec = MaskSpec(4, MASK, seed=2, weight="flat", empty="skip", pairs=True)

@@ -52,14 +52,14 @@ def test_one_time_estimates_the_sum_over_times_exactly(levels):
 
 
 def test_times_by_omega_mask_little():
-    """objectives.md 7.2: Z = H_1000 = 7.48547, and 4.27 of 32 tokens are masked on average."""
+    """Z = H_1000 = 7.48547, and 4.27 of 32 tokens are masked on average."""
     levels = Levels(1000, "elbo", "omega")
     edges, rates, weights = blockwise.level_tables(levels, torch.device("cpu"))
     chance = edges.diff(prepend=torch.zeros(1).long()).double() / ONE24
     assert float((chance * weights).sum()) == pytest.approx(7.48547, abs=5e-6)
     assert 32 * float((chance * rates).sum()) / ONE24 == pytest.approx(32 / 7.48547, rel=1e-6)
     uniform = blockwise.level_tables(Levels(1000), torch.device("cpu"))
-    assert uniform[2][0] == pytest.approx(1000, rel=1e-4)  # objectives.md 2.5: T / k
+    assert uniform[2][0] == pytest.approx(1000, rel=1e-4)  # T / k
     assert uniform[2][499] == pytest.approx(2, rel=1e-4)
 
 

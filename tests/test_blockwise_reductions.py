@@ -1,5 +1,5 @@
-"""Reductions (objectives.md 7.9 and 11): settings in which Blockwise SFT is another method, bit for
-bit, and how often classical masks happen to be blockwise ones."""
+"""Reductions: settings in which Blockwise SFT is another method, bit for bit, and how often
+classical masks happen to be blockwise ones."""
 
 import itertools
 import math

@@ -176,7 +176,7 @@ def test_ten_runs_give_the_same_bits():
 
 
 def test_memory_of_the_loss_head():
-    """DESIGN: at most 0.25 GiB over what was held, for 512 rows of LLaDA-8B's head."""
+    """At most 0.25 GiB over what was held, for 512 rows of LLaDA-8B's head."""
     if torch.cuda.get_device_properties(0).total_memory < 4 << 30:
         pytest.skip("needs 4 GB")
     x, head = normal(512, 4096).requires_grad_(), normal(126464, 4096)

@@ -149,7 +149,7 @@ def test_block_causal_mask_in_sentences(prompt, sizes):
     numbers = block_numbers(prompt, sizes)[0]
     allowed = block_causal_mask(numbers[None])[0, 0]
     pairs = prompt**2 + 2 * sum(n * (prompt + sum(sizes[: k + 1])) for k, n in enumerate(sizes))
-    assert int(allowed.sum()) == pairs  # DESIGN section 6
+    assert int(allowed.sum()) == pairs
     for q, nq in enumerate(numbers.tolist()):
         for k, nk in enumerate(numbers.tolist()):
             if nq >= 0:

@@ -1,4 +1,4 @@
-"""MDLM on the response: times, mask rates and weights against closed forms (objectives.md 3.4)."""
+"""MDLM on the response: times, mask rates and weights against closed forms."""
 
 import dataclasses
 import math

@@ -1,5 +1,4 @@
-"""RDM on the response: levels, weights, label smoothing and coupled masks against closed forms
-(objectives.md 5.4)."""
+"""RDM on the response: levels, weights, label smoothing and coupled masks against closed forms."""
 
 import dataclasses
 import math

@@ -1,5 +1,4 @@
-"""Soft-masked diffusion: importance, buckets, rates and weights against closed forms
-(objectives.md 4.5)."""
+"""Soft-masked diffusion: importance, buckets, rates and weights against closed forms."""
 
 import collections
 import dataclasses

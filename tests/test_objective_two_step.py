@@ -1,5 +1,4 @@
-"""Two-step loss: nested masks, the schedule, what the second step shows and what it is scored on
-(objectives.md 6.4)."""
+"""Two-step loss: nested masks, the schedule, what the second step shows and what it is scored on."""
 
 import dataclasses
 import math

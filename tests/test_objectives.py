@@ -132,7 +132,7 @@ def test_mask_spec_carries_every_choice():
 @pytest.mark.parametrize("weight", ["count", "rate", "flat"])
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_classical_is_blockwise_with_one_block(weight, origin):
-    """objectives.md 7.9: with B >= Lr ids, labels and weights are those of classical SFT."""
+    """With B >= Lr ids, labels and weights are those of classical SFT."""
     objective = c.ObjectiveConfig(weight=weight, empty="last" if weight == "count" else "skip")
     config = dataclasses.replace(presets.debug(), objective=objective, seed=4)
     family = dataclasses.replace(FAMILY, block_origin=origin)

@@ -110,7 +110,7 @@ def test_clipping_bounds_the_gradient_and_reports_its_full_norm(tiny, make_run):
 
 
 def test_a_uniform_model_loses_log_v(tiny, make_run):
-    """objectives.md 2.5: exactly, since the weights of a sequence sum to 1."""
+    """Exactly, since the weights of a sequence sum to 1."""
     for name in ("blockwise", "classical"):
         run = make_run(tiny(objective=c.ObjectiveConfig(name=name)))
         weight, _ = run.backbone.head()

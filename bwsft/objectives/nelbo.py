@@ -2,9 +2,9 @@
 
 For a block of n tokens the any-order bound is sum over l = 1..n of (1/l) E[sum of CE over a random
 masked set of size l], so n times the mean CE at a count l ~ U{1..n} is unbiased for it, with far
-less variance than Bernoulli masks at 1/pi (objectives.md 2.2; LLaDA's likelihood evaluation does
-the same for whole responses). A state masks l tokens of one block, whose chance is its share of
-the response, so its mean CE is unbiased for the bound per token, end token and fill included.
+less variance than Bernoulli masks at 1/pi (LLaDA's likelihood evaluation does the same for whole
+responses). A state masks l tokens of one block, whose chance is its share of the response, so its
+mean CE is unbiased for the bound per token, end token and fill included.
 
 An example gets `draws` states, spread evenly over its blocks: the cost is draws forwards however
 many blocks a response has (all blocks of a 256-token canvas at B 8 would be 32). The draws are
