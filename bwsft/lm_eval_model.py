@@ -73,6 +73,11 @@ class BwsftLM(TemplateLM):
             options["device"] = "cpu"  # the harness' command line says cuda:0 unless told otherwise
         _known(options, OPTIONS, "model_args")
         self.decoder = Decoder.load(pretrained, DecoderOptions(**options))
+        if self.decoder.config.context != "exact":
+            logger.warning(
+                "answers are decoded under context %s, likelihoods are bounds under context exact",
+                self.decoder.config.context,
+            )
         self.tokenizer = self.decoder.trained.tokenizer
         self.family = self.decoder.trained.backbone.family
         self.greedy = greedy

@@ -197,6 +197,16 @@ def test_long_prompts_lose_their_start(model, monkeypatch, caplog):
 
 
 @needs_harness
+def test_likelihoods_say_what_context_they_have(caplog):
+    from bwsft.lm_eval_model import BwsftLM
+
+    BwsftLM(template="chat")
+    assert "context" not in caplog.text
+    BwsftLM(template="chat", context="cached")
+    assert "decoded under context cached, likelihoods are bounds under context exact" in caplog.text
+
+
+@needs_harness
 def test_gen_kwargs_become_a_decode_config():
     from bwsft.lm_eval_model import decoding_of
 

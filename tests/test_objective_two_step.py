@@ -1,4 +1,4 @@
-"""Two-step loss: nested masks, the schedule, what the second step shows and what it is scored on."""
+"""Two-step loss: nested masks, the schedule, what the second step shows and where it is scored."""
 
 import dataclasses
 import math
