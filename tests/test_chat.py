@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import select
+import signal
 import sys
 import time
 
@@ -262,13 +263,15 @@ def test_the_end_of_input_and_ctrl_c_at_the_prompt(conversation, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a pseudo-terminal")
-def test_a_real_terminal_survives_ctrl_c(folder):
+def test_a_real_terminal_survives_ctrl_c(model_folder):
     import pty
 
+    folder = str(model_folder(max_sequence_length=1024))  # long enough to be stopped half-way
     child, handle = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
         code = "import sys; from bwsft.cli import main; sys.exit(main(sys.argv[1:]))"
-        words = ["chat", "--model", folder, "--gen-length", "48", "--block-size", "48"]
+        words = ["chat", "--model", folder, "--gen-length", "960", "--block-size", "960"]
         os.execv(sys.executable, [sys.executable, "-c", code, *words, "--template", "chat"])
     seen = b""
 
