@@ -105,6 +105,8 @@ def check(options: CompareOptions) -> list[str]:
         raise ValueError(f"--modes has {unknown[0]!r}: choose from {', '.join(known)}")
     if len(set(modes)) < len(modes) or len(modes) < 2:
         raise ValueError("--modes needs at least two modes, each once")
+    if options.rule == "apd":
+        raise ValueError("rule apd decodes under context exact alone: there is nothing to compare")
     if options.context is not None:
         raise ValueError("--context is what --modes compares: leave it out")
     for name, value in (("refresh", 0), ("cfg_scale", 0.0), ("suffix", "all")):

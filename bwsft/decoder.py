@@ -185,17 +185,22 @@ class Decoder:
 
     def digest(self) -> str:
         """12 hex digits that change with whatever decides an answer."""
-        folder = Path(self.trained.folder)
         settings = dataclasses.asdict(self.config) | {
-            "model": str(folder.resolve() if folder.exists() else folder),
+            "model": place_of(self.trained.folder),
             "template": self.template.name,
             "dtype": str(self.trained.backbone.head()[0].dtype),
             "end_ids": self.trained.backbone.family.end_ids,
         }
         if self.verifier:
-            settings["verifier"] = self.verifier.name
+            settings["verifier"] = place_of(self.verifier.name)
         del settings["batch_size"], settings["graphs"]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def place_of(model: str | Path) -> str:
+    """A folder's absolute path, or a Hub id as it is."""
+    folder = Path(model)
+    return str(folder.resolve() if folder.exists() else folder)
 
 
 def training_config(model: str | None, trained: Trained) -> dict:
@@ -216,8 +221,11 @@ def load_verifier_for(trained: Trained, path: str) -> Verifier:
 
     ours, theirs = trained.tokenizer, load_tokenizer(path).get_vocab()
     added = ours.get_added_vocab()  # such as [MASK], which it need not know
-    words = [(number, token) for token, number in ours.get_vocab().items() if token not in added]
-    if other := [word for word in words if theirs.get(word[1]) != word[0]]:
+    other = [
+        (number, token) for token, number in ours.get_vocab().items()
+        if theirs.get(token, number if token in added else None) != number
+    ]  # fmt: skip
+    if other:
         number, token = min(other)
         raise ValueError(
             f"--verifier {path} has another vocabulary: {token!r} is {theirs.get(token)} there "
@@ -241,11 +249,13 @@ def chosen_settings(options: DecoderOptions) -> dict:
     names = {f.name for f in dataclasses.fields(DecodeConfig)}
     settings = {name: value for name, value in vars(options).items() if name in names}
     settings = {k: v for k, v in settings.items() if v is not None or k not in FROM_TRAINING}
-    if {"gen_length", "block_size"} <= settings.keys():
-        known = dict(settings)
-        if "context" not in settings:
-            known = {k: v for k, v in settings.items() if k not in NEED_CONTEXT}
-        DecodeConfig(**known)
+    known = dict(settings)
+    if not {"gen_length", "block_size"} <= settings.keys():  # one that the other options fit
+        size = max(options.steps or 1, options.min_length, 1)
+        known |= {"gen_length": size, "block_size": size}
+    if "context" not in settings:
+        known = {name: value for name, value in known.items() if name not in NEED_CONTEXT}
+    DecodeConfig(**known)
     return settings
 
 

@@ -84,6 +84,9 @@ class DecodeConfig:
     """[MASK] positions behind the active block that are present."""
 
     def __post_init__(self) -> None:
+        for name in ("clip", "banned_ids"):  # as YAML and JSON have them
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("gen_length", "block_size", "batch_size", "poll"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -102,7 +102,8 @@ def routed_score(config: DecodeConfig, active: Active, confidence: Tensor) -> Te
     left = [masked_share(turn.number, steps, schedule) for turn in active.turns]
     fading = upload(left, confidence.device)[active.slots // active.block.width]
     noise = gumbel(u24, confidence.dtype)
-    return confidence.log() + scale * fading.to(confidence.dtype) * noise
+    score = confidence.log() + scale * fading.to(confidence.dtype) * noise
+    return score.clamp(min=torch.finfo(score.dtype).min)  # log 0 would tie with closed slots
 
 
 def rank(priority: Tensor, masked: Tensor) -> Tensor:

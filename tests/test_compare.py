@@ -87,6 +87,7 @@ def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folde
         ("--modes exact", "at least two modes, each once"),
         ("--modes exact,exact", "at least two modes, each once"),
         ("--context exact", "leave it out"),
+        ("--rule apd --mixture 1", "rule apd decodes under context exact alone"),
         ("--refresh 2", "--refresh does not fit every context mode"),
         ("--cfg-scale 1", "--cfg-scale does not fit"),
         ("--suffix absent", "--suffix does not fit"),

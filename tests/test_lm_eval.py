@@ -219,6 +219,8 @@ def test_gen_kwargs_become_a_decode_config():
     )
     assert (config.rule, config.threshold, config.gen_length, limit) == ("threshold", 0.8, 64, 64)
     assert until == ("a", "b") and config.temperature == 0.5
+    config, *_ = decoding_of({"rule": "first_hitting", "clip": [0.2, 0.8], "banned_ids": [3]}, base)
+    assert (config.clip, config.banned_ids) == ((0.2, 0.8), (3,)) and {config: 1}[config]
     with pytest.raises(ValueError, match="gen_kwargs top_p is unknown to bwsft"):
         decoding_of({"top_p": 0.9}, base)
 

@@ -152,6 +152,21 @@ def test_routing_by_the_linear_schedule_is_lladas_rule(context, temperature):
         )
 
 
+def test_confidences_that_vanish_leave_no_mask_behind():
+    """Their logarithm is -inf, as the priority of slots that can't be chosen."""
+    model = model_of(1, dtype=torch.float32)
+    with torch.no_grad():
+        model.head()[0].mul_(500)
+    for revise in ("never", "cond", "uncond"):
+        config = DecodeConfig(
+            8, 4, rule="routed", revise=revise, order_noise=1.0, temperature=900.0,
+            stop_at_end=False,
+        )  # fmt: skip
+        (result,) = generate(model, [[3, 4]], config, trace=True, canvases=[[3]])
+        assert {c.position for c in result.trace} == set(range(1, 8))
+        assert MASK not in result.tokens and min(c.confidence for c in result.trace) == 0
+
+
 @pytest.mark.parametrize("context", MODES)
 def test_editing_at_no_price_is_threshold_decoding(context):
     for threshold in (0.2, 0.5):

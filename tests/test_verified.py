@@ -2,7 +2,9 @@
 
 import dataclasses
 import random
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import tiny_decoding
@@ -14,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from tiny_decoding import ENDS, MASK, VOCABULARY, history, prompts_of
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from bwsft import decoder
 from bwsft.backbones.verifier import load_verifier, new_verifier
+from bwsft.decoder import DecoderOptions
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
 from bwsft.rules import Head
@@ -310,6 +314,58 @@ def test_bad_verifiers_are_refused(family, fields, prompt, rows, message):
     verifier = rows and new_verifier(causal_lm(0, rows))
     with pytest.raises(ValueError, match=message):
         generate(model_of(0, **family), [prompt], config, verifier=verifier)
+
+
+class Words:
+    def __init__(self, vocabulary, added):
+        self.get_vocab, self.get_added_vocab = lambda: vocabulary | added, lambda: added
+
+
+@pytest.mark.parametrize(
+    "theirs, message",
+    [
+        ({"a": 0, "b": 1, "<end>": 2}, None),
+        ({"a": 0, "b": 1, "more": 3}, None),
+        ({"a": 0, "b": 2, "<end>": 1}, "'b' is 2 there and 1 in"),
+        ({"a": 0, "<end>": 2}, "'b' is None there"),
+        ({"a": 0, "b": 1, "<end>": 5}, "'<end>' is 5 there and 2 in"),
+    ],
+)
+def test_token_ids_must_mean_the_same_to_both(theirs, message, tmp_path, monkeypatch):
+    """An added token such as [MASK] or an end token may be missing, but not stand elsewhere."""
+    causal_lm().save_pretrained(tmp_path)
+    ours = Words({"a": 0, "b": 1}, {"<end>": 2, "[MASK]": 15})
+    trained = SimpleNamespace(tokenizer=ours, backbone=model_of(0))
+    monkeypatch.setattr(decoder, "load_tokenizer", lambda path: Words(theirs, {}))
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        decoder.load_verifier_for(trained, str(tmp_path))
+
+
+def test_a_digest_knows_a_verifier_by_its_place(tmp_path, monkeypatch):
+    trained = SimpleNamespace(folder="hub/id", backbone=model_of(0))
+    digests = []
+    for folder, name in (("a", "lm"), ("a", "../a/lm"), ("b", "lm"), ("b", "org/name")):
+        (tmp_path / folder / "lm").mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        verifier = new_verifier(causal_lm(), name)
+        made = decoder.Decoder(trained, SimpleNamespace(name="none"), DecodeConfig(), verifier)
+        digests.append(made.digest())
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"threshold": 0.5}, "threshold belongs to rule threshold or edit, and the rule is quota"),
+        ({"rule": "edit", "steps": 24, "min_length": 9}, "steps belongs to rule quota"),
+        ({"rule": "apd", "mixture": 1.0, "lookahead": 0}, "lookahead must be at least 1"),
+        ({"rule": "rcr", "gen_length": 8, "order": "left"}, "rule rcr goes by confidence"),
+    ],
+)
+def test_wrong_options_are_found_without_the_model(fields, message):
+    with pytest.raises(ValueError, match=message):
+        decoder.chosen_settings(DecoderOptions(**fields))
+    decoder.chosen_settings(DecoderOptions(steps=24, min_length=30, refresh=4, cfg_scale=1.0))
 
 
 def test_a_verifier_is_loaded_from_a_folder(tmp_path):
