@@ -126,6 +126,7 @@ def main(argv=None) -> int:
         return 2
     device = torch.cuda.get_device_name() if gpu else "cpu"
     stem = f"{datetime.date.today()}_{re.sub(r'[^a-z0-9]+', '_', device.lower())}"
+    args.out.mkdir(parents=True, exist_ok=True)
     suite = args.out / f"{stem}_suite{'_dry' * args.dry}.json"
     deadline, results = time.monotonic() + 60 * args.minutes, []
     for part, words in jobs(args.dry, args.out, stem):

@@ -40,7 +40,7 @@ def test_results_are_written_after_every_part(suite, tmp_path, monkeypatch, caps
         part(suite, "first", "ok.py"), part(suite, "second", "bad.py"),
         part(suite, "third", "ok.py"),
     ])  # fmt: skip
-    file = tmp_path / f"{suite.datetime.date.today()}_cpu_suite_dry.json"
+    file = tmp_path / "new" / f"{suite.datetime.date.today()}_cpu_suite_dry.json"
     run_part, written = suite.run_part, []
 
     def watched(*args):
@@ -48,7 +48,7 @@ def test_results_are_written_after_every_part(suite, tmp_path, monkeypatch, caps
         return run_part(*args)
 
     monkeypatch.setattr(suite, "run_part", watched)
-    assert suite.main(["--dry", "--out", str(tmp_path)]) == 1
+    assert suite.main(["--dry", "--out", str(tmp_path / "new")]) == 1
     assert written == [0, 1, 2]
     parts = json.loads(file.read_text())["parts"]
     assert [p["status"] for p in parts] == [0, 1, 0]
