@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from bwsft import __version__, strict_json
 from bwsft.checkpoint_facts import ADAPTER_CONFIG, STATE, read_adapter_config, read_state
-from bwsft.files import folder_atomic, sha256, sweep, write_atomic
+from bwsft.files import folder_atomic, remove_folder, sha256, sweep, write_atomic
 from bwsft.optim import moments, restore_moments
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
@@ -172,7 +172,7 @@ def prune(newest: Path, keep_last: int) -> None:
     later = [folder for folder in folders if step_of(folder) > step]
     earlier = [folder for folder in folders if step_of(folder) <= step]
     for folder in later + (earlier[keep_last:] if keep_last else []):
-        shutil.rmtree(folder)
+        remove_folder(folder)
     for place in (run, newest.parent):
         sweep(place)
 

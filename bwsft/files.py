@@ -74,6 +74,14 @@ def folder_atomic(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def remove_folder(path: Path) -> None:
+    """Delete a folder. It loses its name first: killed half-way, this leaves a temporary folder and
+    not half of what others take for whole."""
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)
+
+
 def lock_folder(folder: Path) -> IO[bytes]:
     """Take a run folder for this process; ValueError if another one has it.
 

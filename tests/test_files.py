@@ -79,6 +79,25 @@ def test_sweep_takes_temporary_files_and_folders_only(tmp_path):
     files.sweep(tmp_path / "gone")
 
 
+def test_a_kill_amid_a_removal_leaves_no_half_folder(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / "step-3").mkdir(exist_ok=True)
+        (tmp_path / "step-3" / name).touch()
+    with monkeypatch.context() as patched:
+
+        def killed(path):
+            (path / "a").unlink()
+            raise KeyboardInterrupt
+
+        patched.setattr(files.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            files.remove_folder(tmp_path / "step-3")
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".step-3.") and left.endswith(".tmp")
+    files.sweep(tmp_path)
+    assert not os.listdir(tmp_path)
+
+
 def test_what_cannot_be_written_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match=r"Is a directory: '.*/folder'$"):
