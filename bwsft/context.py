@@ -144,6 +144,12 @@ class ContextCache:
             positions = positions.masked_fill(spare, self.length)
         return self.slots_of(sequence, positions).flatten()
 
+    def packed_slots(self, cu_seqlens: Tensor, position_ids: Tensor) -> Tensor:
+        """Flat slots [T] of packed rows at positions [T], with boundaries cu_seqlens [S + 1]."""
+        lengths = cu_seqlens.diff().long()
+        owner = torch.repeat_interleave(lengths, output_size=len(position_ids))
+        return self.slots_of(owner, position_ids)
+
     def slots_of(self, sequence: Tensor, positions: Tensor) -> Tensor:
         """Flat slots of positions in the sequences with these numbers (shapes broadcast)."""
         row = sequence if self.rows is None else self.rows[sequence]

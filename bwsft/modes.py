@@ -260,7 +260,7 @@ def one_pass(batch, spec, noisy_response: Tensor, prompt_blocks: bool = False) -
         numbers += [torch.cat([clean, -clean[prompt - tail :]])]
         first = sum(lengths) + prompt + length + tail
         copies.append(torch.arange(first, first + length))
-        lengths.append(first + length - sum(lengths))
+        lengths.append(prompt + tail + 2 * length)
     return OnePass(
         ids=torch.cat(ids),
         cu_seqlens=torch.tensor(lengths).cumsum(0).int(),

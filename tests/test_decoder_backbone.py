@@ -1,15 +1,25 @@
 """A tiny random Qwen2 made bidirectional: packed, recorded and active passes, in float64."""
 
 import dataclasses
-from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from bwsft_kernels.block_mask import MaskSpec
-from tiny_packed import LENGTHS, MASK, SIZES, STARTS, full, loss_rows, masked, packed, span
+from tiny_packed import (
+    EOS,
+    LENGTHS,
+    MASK,
+    SIZES,
+    STARTS,
+    full,
+    loss_rows,
+    masked,
+    packed,
+    plain_decode,
+    span,
+    two_steps,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -17,13 +27,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from bwsft.backbones.base import Family
 from bwsft.backbones.decoder import new_decoder
 from bwsft.context import Context
-from bwsft.data import CanvasLayout, Example, pack
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
 from bwsft.modes import Mode
-from bwsft.objectives import blockwise
 
-EOS = 1
 FAMILY = Family(mask_id=MASK, eos_id=EOS, end_ids=(EOS,), vocab_size=50, max_positions=64)
 SHAPE = dict(
     hidden_size=32,
@@ -223,14 +230,6 @@ def test_cached_gradients_equal_those_of_an_explicitly_frozen_context(checkpoint
     assert_same(gradients(model), gradients(slow), rtol=1e-6, atol=1e-9)
 
 
-def training_run(mode, shift=0):
-    spec = MaskSpec(block_size=4, mask_id=MASK, seed=5)
-    run = SimpleNamespace(backbone=backbone(shift).train(), spec=spec, autocast=nullcontext)
-    run.device = torch.device("cpu")
-    run.corrupt = lambda b, draw: blockwise.corrupt(b, spec, "uniform", draw, mode.draws)
-    return run
-
-
 @pytest.mark.parametrize(
     ("mode", "shift"),
     [
@@ -244,51 +243,8 @@ def training_run(mode, shift=0):
 )
 def test_modes_train(mode, shift):
     """Finite gradients everywhere, and one step along them lowers the loss."""
-    layout = CanvasLayout(mask_id=MASK, eos_id=EOS, block_size=4, gen_length=16, max_length=32)
-    rng = np.random.default_rng(0)
-    lengths = ((5, 9), (3, 12), (4, 6))
-    batch = pack(
-        [Example(rng.integers(2, 49, p), rng.integers(2, 49, r), i, 0)
-         for i, (p, r) in enumerate(lengths)],
-        layout,
-    )
-    run, totals = training_run(mode, shift), []
-    for _ in range(2):
-        total = 0.0
-        for loss, *_ in mode.losses(run, batch):
-            loss.backward()
-            total += loss.item()
-        totals.append(total)
-        assert all(torch.isfinite(p.grad).all() for p in run.backbone.parameters())
-        with torch.no_grad():
-            for p in run.backbone.parameters():
-                p -= 1e-2 * p.grad
-    assert totals[1] < totals[0]
-
-
-@torch.no_grad()
-def plain_decode(model, prompt, config, shift, frozen):
-    """One token a step, the most probable first: the whole canvas every step, or with `frozen` the
-    active rows against the canvas as it was on entering the block."""
-    x = torch.tensor(list(prompt) + [MASK] * config.gen_length)
-    for start in range(len(prompt), len(x), config.block_size):
-        entered = x.clone()
-        stop = start + config.block_size
-        for _ in range(config.block_size):
-            if frozen:
-                rows = x[start - shift : stop - shift]
-                hidden = reference(model, rows, frozen=(start - shift, entered))
-            else:
-                hidden = reference(model, x)[start - shift : stop - shift]
-            logits = hidden @ model.head()[0].T
-            logits[:, EOS] = -torch.inf
-            confidence = logits.softmax(-1)
-            confidence[:, MASK] = -1
-            best, token = confidence.max(-1)
-            best[x[start:stop] != MASK] = -2
-            at = best.argmax()
-            x[start + at] = token[at]
-    return x[len(prompt) :].tolist()
+    before, after = two_steps(backbone(shift), mode, 1e-2)
+    assert after < before
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -297,9 +253,18 @@ def test_generate_equals_a_plain_loop(context, shift):
     model = backbone(shift).eval()
     config = DecodeConfig(gen_length=12, block_size=4, context=context, banned_ids=(EOS,))
     prompts = [[5, 9, 3], [7, 2, 30, 41, 8, 11], [4, 4, 17, 20]]
+
+    def logits(x, entered, start, stop):
+        """The whole canvas every step, or the active rows against the canvas as it was entered."""
+        if context == "cached":
+            rows = x[start - shift : stop - shift]
+            hidden = reference(model, rows, frozen=(start - shift, entered))
+        else:
+            hidden = reference(model, x)[start - shift : stop - shift]
+        return hidden @ model.head()[0].T
+
     for prompt, found in zip(prompts, generate(model, prompts, config), strict=True):
-        expected = plain_decode(model, prompt, config, shift, context == "cached")
-        assert found.tokens == expected
+        assert found.tokens == plain_decode(logits, prompt, config)
 
 
 @pytest.mark.parametrize("context", ["prefix", "block_causal"])

@@ -3,28 +3,34 @@ runs of one sequence at a time, in float64."""
 
 import dataclasses
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from bwsft_kernels.block_mask import MaskSpec
-from tiny_packed import LENGTHS, MASK, SIZES, full, loss_rows, masked, packed, span
+from tiny_packed import (
+    EOS,
+    LENGTHS,
+    MASK,
+    SIZES,
+    full,
+    loss_rows,
+    masked,
+    packed,
+    plain_decode,
+    span,
+    two_steps,
+)
 from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
 from transformers.models.modernbert import modeling_modernbert
 
 from bwsft.backbones.base import Family
 from bwsft.backbones.encoder import new_encoder
 from bwsft.context import Context
-from bwsft.data import CanvasLayout, Example, pack
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
 from bwsft.modes import Mode
-from bwsft.objectives import blockwise
 
-EOS = 1
 FAMILY = Family(mask_id=MASK, eos_id=EOS, end_ids=(EOS,), vocab_size=50, max_positions=64)
 SHAPE = dict(
     hidden_size=32,
@@ -260,14 +266,6 @@ def test_cached_gradients_are_those_of_frozen_keys(name, checkpointing):
     assert slope == pytest.approx((found[0] - found[1]) / 2e-5, rel=1e-5)
 
 
-def training_run(name, mode):
-    spec = MaskSpec(block_size=4, mask_id=MASK, seed=5)
-    run = SimpleNamespace(backbone=backbone(name).train(), spec=spec, autocast=nullcontext)
-    run.device = torch.device("cpu")
-    run.corrupt = lambda b, draw: blockwise.corrupt(b, spec, "uniform", draw, mode.draws)
-    return run
-
-
 MODES = [
     Mode("exact", even=True),
     Mode("exact", context_grad=False),
@@ -279,51 +277,20 @@ MODES = [
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: f"{m.name}-{m.context_grad}")
 def test_modes_train(name, mode):
     """Finite gradients, and one step along them lowers the loss."""
-    layout = CanvasLayout(mask_id=MASK, eos_id=EOS, block_size=4, gen_length=16, max_length=32)
-    rng = np.random.default_rng(0)
-    lengths = ((5, 9), (3, 12), (4, 6))
-    batch = pack(
-        [Example(rng.integers(2, 49, p), rng.integers(2, 49, r), i, 0)
-         for i, (p, r) in enumerate(lengths)],
-        layout,
-    )  # fmt: skip
-    run, totals = training_run(name, mode), []
-    for _ in range(2):
-        total = 0.0
-        for loss, *_ in mode.losses(run, batch):
-            loss.backward()
-            total += loss.item()
-        totals.append(total)
-        with torch.no_grad():
-            for p in run.backbone.parameters():
-                assert torch.isfinite(p.grad).all()
-                p -= 1e-3 * p.grad
-    assert totals[1] < totals[0]
-
-
-@torch.no_grad()
-def plain_decode(model, prompt, config):
-    """One token a step, the most probable first, from the whole canvas."""
-    x = torch.tensor(list(prompt) + [MASK] * config.gen_length)
-    for start in range(len(prompt), len(x), config.block_size):
-        stop = start + config.block_size
-        for _ in range(config.block_size):
-            scores = model(input_ids=x[None]).logits[0, start:stop]
-            scores[:, EOS] = -torch.inf
-            confidence = scores.softmax(-1)
-            confidence[:, MASK] = -1
-            best, token = confidence.max(-1)
-            best[x[start:stop] != MASK] = -2
-            at = best.argmax()
-            x[start + at] = token[at]
-    return x[len(prompt) :].tolist()
+    before, after = two_steps(backbone(name), mode, 1e-3)
+    assert after < before
 
 
 def test_generate_equals_a_plain_loop(name):
     config = DecodeConfig(gen_length=12, block_size=4, banned_ids=(EOS,))
     prompts = [[5, 9, 3], [7, 2, 30, 41, 8, 11], [4, 4, 17, 20]]
+    model = plain(name)
+
+    def logits(x, entered, start, stop):
+        return model(input_ids=x[None]).logits[0, start:stop]
+
     for prompt, found in zip(prompts, generate(backbone(name), prompts, config), strict=True):
-        assert found.tokens == plain_decode(plain(name), prompt, config)
+        assert found.tokens == plain_decode(logits, prompt, config)
 
 
 @pytest.mark.parametrize("context", ["cached", "prefix", "block_causal"])

@@ -113,8 +113,7 @@ class DecoderBackbone(Backbone):
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
         cache = None
         if context is not None:
-            owner = torch.repeat_interleave(cu_seqlens.diff().long(), output_size=len(ids))
-            slots = context.slots_of(owner, position_ids)
+            slots = context.packed_slots(cu_seqlens, position_ids)
             cache = _RecordingCache(context, slots, layout.slots)
         grids = (_grid(x, layout) for x in (ids, position_ids))
         hidden = self._run(*grids, mask.expand(shape[0], 1, shape[1], shape[1]), cache)

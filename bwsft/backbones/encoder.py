@@ -83,8 +83,8 @@ class EncoderBackbone(DecoderBackbone):
             local = full if full.kernel is None else packed_layout(cu_seqlens, max_length)
             local = replace(local, mask=_nearby(local, position_ids, self._window))
         if context is not None:
-            owner = torch.repeat_interleave(cu_seqlens.diff().long(), output_size=len(ids))
-            record = {"record": context, "cache_slots": context.slots_of(owner, position_ids)}
+            slots = context.packed_slots(cu_seqlens, position_ids)
+            record = {"record": context, "cache_slots": slots}
             full, local = replace(full, **record), replace(local, **record)
         return self._run(ids, position_ids, full, local, wanted)
 

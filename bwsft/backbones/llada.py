@@ -119,12 +119,7 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         if mask is not None:
             layout = replace(layout, mask=mask)
         if context is not None:
-            starts = torch.repeat_interleave(
-                torch.arange(len(cu_seqlens) - 1, device=ids.device),
-                cu_seqlens.diff().long(),
-                output_size=len(ids),
-            )
-            slots = context.slots_of(starts, position_ids)
+            slots = context.packed_slots(cu_seqlens, position_ids)
             layout = replace(layout, record=context, cache_slots=slots)
         return self.model(x, position_ids, layout, wanted)
 
