@@ -46,10 +46,10 @@ REMARKS = (
 )
 
 
-def set_fused(module, choice) -> None:
+def set_fused(module, fused: bool) -> None:
     for part in module.modules():
         if hasattr(part, "fused_ops"):
-            part.fused_ops = choice
+            part.fused_ops = "on" if fused else "off"
 
 
 def make_layer(size: str, rows: int, dtype, device):

@@ -34,7 +34,7 @@ def trained(layers: int, fused: bool):
     for module in backbone.modules():
         if isinstance(module, LoraLayer):
             module.cast_input_dtype_enabled = False
-    backbone.set_fused_ops(fused)
+    backbone.set_fused_ops("on" if fused else "off")
     return backbone
 
 
@@ -52,7 +52,7 @@ def training_operators(mode, job: Job, layers: int, fused: bool) -> list[int]:
 def decoding_operators(context: str, layers: int, kind: str) -> list[int]:
     """Operators of a later denoising step of a block, and of its first one."""
     model = operators.narrow_model(layers, 64).bfloat16()
-    model.set_fused_ops(kind != "naive")
+    model.set_fused_ops("off" if kind == "naive" else "on")
     config = DecodeConfig(16, 8, context=context, graphs=kind == "graphs")
 
     def graphed(model):

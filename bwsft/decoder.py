@@ -93,6 +93,8 @@ class DecoderOptions:
     """Prompts decoded together."""
     graphs: bool = False
     """CUDA: launch each forward of a step as one recorded graph."""
+    fused_ops: Literal["auto", "on", "off"] = "auto"
+    """Norms, rotary embedding and SwiGLU of the native LLaDA in one kernel each; auto: on CUDA."""
     device: str = "auto"
     """auto: a CUDA device if there is one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -129,6 +131,7 @@ class Decoder:
         trained = load_trained(
             model, tokenizer=options.tokenizer, device=options.device, dtype=dtype
         )
+        trained.backbone.set_fused_ops(options.fused_ops)
         training = training_config(model, trained)
         if trained.backbone.family.attention == "block_causal":  # it can decode in no other mode
             settings.setdefault("context", "block_causal")

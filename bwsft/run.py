@@ -267,7 +267,7 @@ def build_backbone(
         if checkpoint is not None:
             load_adapter_weights(checkpoint, backbone)
     backbone.set_gradient_checkpointing(config.grad_checkpointing)
-    backbone.set_fused_ops({"on": True, "off": False}.get(config.fused_ops, "auto"))
+    backbone.set_fused_ops(config.fused_ops)
     backbone.train()
     return backbone
 

@@ -291,6 +291,8 @@ def test_bfloat16_autocast_reaches_the_cache():
 
 
 def test_what_it_cannot_serve_is_refused():
+    with pytest.raises(ValueError, match="leave the option at auto"):
+        backbone().set_fused_ops("on")
     model = backbone().model
     with pytest.raises(ValueError, match="logit_shift must be 0 or 1"):
         new_decoder(model, dataclasses.replace(FAMILY, logit_shift=2))

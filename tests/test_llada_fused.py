@@ -16,6 +16,7 @@ from bwsft.backbones.load import new_backbone
 from bwsft.backbones.lora import add_lora
 from bwsft.config import LoraConfig
 from bwsft.context import Context, Span
+from bwsft.decoder import Decoder, DecoderOptions
 from bwsft.decoding import DecodeConfig
 from bwsft.generate import generate
 
@@ -49,7 +50,7 @@ def model(fused, dtype=torch.float32, lora=False):
         for name, parameter in backbone.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1, generator=torch.manual_seed(len(name)))
-    backbone.set_fused_ops(fused)
+    backbone.set_fused_ops({True: "on", False: "off"}.get(fused, fused))
     return backbone.train()
 
 
@@ -178,8 +179,8 @@ def test_auto_is_cuda_with_triton(monkeypatch):
         monkeypatch.setattr(llada_layers, "_triton_is_there", lambda there=there: there)
         assert llada_layers.small_ops("auto", on_gpu) is expected
         assert llada_layers.small_ops("auto", torch.ones(1)) is plain
-        assert llada_layers.small_ops(True, torch.ones(1)) is bwsft_kernels
-        assert llada_layers.small_ops(False, on_gpu) is plain
+        assert llada_layers.small_ops("on", torch.ones(1)) is bwsft_kernels
+        assert llada_layers.small_ops("off", on_gpu) is plain
 
 
 def test_auto_leaves_compiled_code_whole(monkeypatch):
@@ -200,9 +201,19 @@ def test_the_switch(tmp_path):
     norms = [m for m in backbone.modules() if hasattr(m, "fused_ops")]
     assert len(norms) == 3 * 3 + 1 and {m.fused_ops for m in norms} == {"auto"}
     names = list(backbone.state_dict())
-    backbone.set_fused_ops(True)
-    assert all(m.fused_ops is True for m in norms) and list(backbone.state_dict()) == names
+    backbone.set_fused_ops("on")
+    assert all(m.fused_ops == "on" for m in norms) and list(backbone.state_dict()) == names
     backbone.model.save_pretrained(tmp_path)
     assert "fused" not in (tmp_path / "config.json").read_text()
-    with pytest.raises(ValueError, match='true, false or "auto"'):
+    with pytest.raises(ValueError, match="on, off or auto"):
         backbone.set_fused_ops("yes")
+
+
+def test_the_option_reaches_the_model_in_training_and_decoding(tiny, make_run):
+    def choices(backbone):
+        return {m.fused_ops for m in backbone.modules() if hasattr(m, "fused_ops")}
+
+    assert choices(make_run(tiny(fused_ops="on")).backbone) == {"on"}
+    for choice in ("off", "on"):
+        options = DecoderOptions(fused_ops=choice)
+        assert choices(Decoder.load(None, options).trained.backbone) == {choice}

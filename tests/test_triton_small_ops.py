@@ -250,7 +250,7 @@ def llada(fused, **fields):
         max_sequence_length=64, mask_token_id=89, eos_token_id=1, pad_token_id=1, **fields,
     )  # fmt: skip
     backbone = new_backbone(config, seed=0)
-    backbone.set_fused_ops(fused)
+    backbone.set_fused_ops("on" if fused else "off")
     return backbone
 
 

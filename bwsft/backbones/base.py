@@ -94,10 +94,10 @@ class Backbone(nn.Module):
         """Recompute each layer in backward instead of keeping its activations."""
         raise NotImplementedError
 
-    def set_fused_ops(self, choice: bool | str) -> None:
-        """Norms, rotary embedding and SwiGLU in one kernel each: True, False, or "auto". A family
-        without such a path raises ``ValueError`` for True."""
-        if choice is True:
+    def set_fused_ops(self, choice: str) -> None:
+        """Norms, rotary embedding and SwiGLU in one kernel each: "on", "off" or "auto". A family
+        without such a path raises ``ValueError`` for "on"."""
+        if choice == "on":
             raise ValueError("fused_ops: transformers wrote this model; leave the option at auto")
 
     def predicting_rows(self, rows: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ class LladaBackbone(Backbone):
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         self.base_model.model.gradient_checkpointing = enabled
 
-    def set_fused_ops(self, choice: bool | str) -> None:
+    def set_fused_ops(self, choice: str) -> None:
         """As :meth:`LladaModel.set_fused_ops`."""
         self.base_model.model.set_fused_ops(choice)
 

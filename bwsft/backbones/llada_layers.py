@@ -26,19 +26,22 @@ def _triton_is_there() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def small_ops(choice: bool | str, x: Tensor) -> ModuleType:
-    """Where rms_norm, rotary and swiglu come from: ``bwsft_kernels`` fuses them, its ``plain`` is
-    torch. "auto" fuses on CUDA where triton is installed, but not under torch.compile and export:
-    they fuse plain torch themselves, and each of these functions would break their graph."""
+def small_ops(choice: str, x: Tensor) -> ModuleType:
+    """Where rms_norm, rotary and swiglu come from: ``bwsft_kernels`` fuses them ("on"), its
+    ``plain`` is torch ("off"). "auto" fuses on CUDA where triton is installed, but not under
+    torch.compile and export: they fuse plain torch themselves, and each of these functions would
+    break their graph."""
     if choice == "auto":
-        choice = not torch.compiler.is_compiling() and x.is_cuda and _triton_is_there()
-    return bwsft_kernels if choice else plain
+        fuse = not torch.compiler.is_compiling() and x.is_cuda and _triton_is_there()
+    else:
+        fuse = choice == "on"
+    return bwsft_kernels if fuse else plain
 
 
 class LladaRMSNorm(nn.Module):
     """Normalise in at least float32, cast back, then scale: the official rounding points."""
 
-    fused_ops: bool | str = "auto"
+    fused_ops: str = "auto"
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -62,7 +65,7 @@ class LladaBlock(nn.Module):
     What the MLP adds goes to the next layer beside x, so that its norm can add it in one pass.
     """
 
-    fused_ops: bool | str = "auto"
+    fused_ops: str = "auto"
 
     def __init__(self, config: LladaConfig, layer: int):
         super().__init__()
@@ -135,11 +138,11 @@ class LladaModel(nn.Module):
             parts["ff_out"] = nn.Linear(config.d_model, config.embedding_rows, bias=False)
         self.transformer = nn.ModuleDict(parts)
 
-    def set_fused_ops(self, choice: bool | str) -> None:
-        """Norms, rotary embedding and SwiGLU in one kernel each: True, False, or "auto" (the
+    def set_fused_ops(self, choice: str) -> None:
+        """Norms, rotary embedding and SwiGLU in one kernel each: "on", "off", or "auto" (the
         default: on CUDA with triton). ``ValueError`` for anything else."""
-        if choice not in (True, False, "auto"):
-            raise ValueError(f'fused_ops must be true, false or "auto", not {choice!r}')
+        if choice not in ("on", "off", "auto"):
+            raise ValueError(f"fused_ops must be on, off or auto, not {choice!r}")
         for module in self.modules():
             if isinstance(module, (LladaBlock, LladaRMSNorm)):
                 module.fused_ops = choice
