@@ -28,13 +28,13 @@ lint: install
 	$(PY) -m ruff check .
 
 test: lint
-	$(PYTEST) --ignore-glob='tests/test_triton_*'
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_triton_*.py
+	$(PYTEST) --ignore=tests/kernels/triton
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/triton
 
 test-all: lint
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,lm-eval,trackers]'
-	$(PYTEST) -m '' --ignore-glob='tests/test_triton_*'
-	TRITON_INTERPRET=1 $(PYTEST) -m '' tests/test_triton_*.py
+	$(PYTEST) -m '' --ignore=tests/kernels/triton
+	TRITON_INTERPRET=1 $(PYTEST) -m '' tests/kernels/triton
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

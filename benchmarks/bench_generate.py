@@ -17,12 +17,9 @@ costs what it costs, and saves nothing.
 import argparse
 import itertools
 
-import harness
-import models
-import output
-import shapes
 import torch
-from decodes import (
+from lib import harness, models, output, shapes
+from lib.decodes import (
     EVERY,
     VARIANTS,
     decode,

@@ -16,11 +16,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import harness
-import output
 import torch
 import torch.nn.functional as F
 from bwsft_kernels import linear_cross_entropy, reference
+from lib import harness, output
 from torch.utils.checkpoint import checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -15,12 +15,10 @@ import itertools
 import random
 from dataclasses import dataclass
 
-import harness
-import output
 import torch
-from bwsft_kernels import block_mask
-from bwsft_kernels.block_mask import MaskSpec
+from bwsft_kernels import MaskSpec, block_mask
 from bwsft_kernels.philox import Stream, philox_u24
+from lib import harness, output
 
 MASK, VOCAB, IGNORE = 126_336, 126_000, -100
 ONE24 = 1 << 24

@@ -5,8 +5,8 @@ python benchmarks/bench_operators.py [--quick] [--size 8b] [--rows 8192] [--laye
 
 naive: RMSNorm, rotary embedding, SwiGLU and residual adds as torch operators, as LLaDA's code has
 them; fused: one launch each (bwsft_kernels); graphs: fused, and each forward of a denoising step
-one CUDA graph (bwsft/graphs.py), counted as one. Counted on a narrow bf16 model, since the width
-launches nothing; a fused call counts as what its launcher launches, views and allocations as
+one CUDA graph (bwsft/decoding/cuda_graphs.py), counted as one. On a narrow bf16 model, since the
+width launches nothing; a fused call counts as what its launcher launches, views and allocations as
 nothing (launches.py). A layer of --size and the operations alone are timed too; on a CPU, where
 fused runs in torch and is off by default, that shows what its own backward costs. The gate compares
 a layer's numbers with float64. The last table is why LoRA's products are left to peft: autograd
@@ -17,17 +17,15 @@ import argparse
 from functools import partial
 
 import bwsft_kernels
-import harness
-import output
-import shapes
 import torch
-from bwsft_kernels import plain
-from launches import Launches, fused_launches
-from small_counts import counted_points, lora_linear
+from bwsft_kernels import torch_ops as plain
+from lib import harness, output, shapes
+from lib.launches import Launches, fused_launches
+from lib.small_counts import counted_points, lora_linear
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bwsft.backbones.attention import AttentionLayout, rope_tables
-from bwsft.backbones.llada_layers import LladaBlock
+from bwsft.models.attention import AttentionLayout, rope_tables
+from bwsft.models.llada_layers import LladaBlock
 
 REMARKS = (
     "Operators, and what a layer with frozen weights keeps for backward in bf16 (32 layers keep 32 "

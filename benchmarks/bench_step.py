@@ -14,16 +14,13 @@ of GSM8K's lengths, padded to 256 and packed.
 import argparse
 import dataclasses
 
-import harness
-import models
-import output
-import shapes
 import torch
-from steps import MAX_LENGTH, MODES, Job, check, make_job, step_of
+from lib import harness, models, output, shapes
+from lib.steps import MAX_LENGTH, MODES, Job, check, make_job, step_of
 
 from bwsft.config import OptimConfig
-from bwsft.modes import Mode
-from bwsft.optim import make_optimizer
+from bwsft.training.context_modes import Mode
+from bwsft.training.optim import make_optimizer
 
 # The paper, appendix A.1: LLaDA-8B, LoRA r 256, batch 1 on one A100.
 PAPER = {"tokens_per_s": 5_100.0, "extra": {"GB in all": 23.5}}

@@ -49,7 +49,7 @@ PARTS = [
          ("--size 8b --quick --count-only", TINY)),
     Part("generate", "bench_generate.py", "--size 8b --quick", 90,
          ("--size 8b --quick --count-only", TINY)),
-    Part("tiles", "tile_search.py", "--seconds 50", 70, ("--dry",)),
+    Part("tiles", "gates/tile_search.py", "--seconds 50", 70, ("--dry",)),
     Part("operators", "bench_operators.py", "--quick", 45, ("--count-only",)),
     Part("mask", "bench_mask.py", "--quick", 40,
          ("--sequences 4 --lengths 64 --rounds 2 --no-memory",)),
@@ -64,7 +64,7 @@ PARTS = [
 def command(part: Part, arguments: str, file: Path | None) -> list[str]:
     if part.file == "pytest":
         tests = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--import-mode=importlib"]
-        return [sys.executable, *tests, *arguments.split(), str(ROOT / "tests/test_gpu.py")]
+        return [sys.executable, *tests, *arguments.split(), str(ROOT / "tests/gpu/test_gpu.py")]
     words = [sys.executable, str(HERE / part.file), *arguments.split()]
     if file is None:
         return words

@@ -10,8 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
-import output
-from harness import Peak, Result
+from lib import output
+from lib.harness import Peak, Result
 
 TITLES = {
     "loss": "LM head and loss",
@@ -136,7 +136,7 @@ def main(argv=None) -> None:
     for path, content in read(folder):
         picture = path.with_suffix(".png")
         if was_timed(content) and not picture.exists():
-            from figures import draw  # matplotlib is optional
+            from lib.figures import draw  # matplotlib is optional
 
             draw(content, str(picture))
     (folder / "README.md").write_text(render(folder), encoding="utf-8")

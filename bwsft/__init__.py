@@ -1,7 +1,8 @@
 """Blockwise SFT of masked-diffusion language models."""
 
-from .backbones.registration import register_with_transformers
+from bwsft.models.registration import register_with_transformers
+from bwsft.version import __version__
 
-__version__ = "0.1.0"
+__all__ = ["__version__"]
 
 register_with_transformers()

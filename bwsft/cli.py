@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         print(usage)
         return 0 if argv else 2
     if argv[0] == "--version":
-        from bwsft import __version__
+        from bwsft.version import __version__
 
         print(__version__)
         return 0
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(argv: list[str]) -> int:
     config = parse_train(argv)
-    from bwsft.train import train
+    from bwsft.training.trainer import train
 
     return train(config)
 
@@ -81,7 +81,7 @@ def _train(argv: list[str]) -> int:
 def _generate(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.infer import GenerateOptions, run_generate
+    from bwsft.commands.generate import GenerateOptions, run_generate
 
     return run_generate(tyro.cli(GenerateOptions, args=argv, prog="bwsft generate"))
 
@@ -89,7 +89,7 @@ def _generate(argv: list[str]) -> int:
 def _chat(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.chat import ChatOptions, run_chat
+    from bwsft.commands.chat import ChatOptions, run_chat
 
     return run_chat(tyro.cli(ChatOptions, args=argv, prog="bwsft chat"))
 
@@ -97,7 +97,7 @@ def _chat(argv: list[str]) -> int:
 def _evaluate(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.evaluate_command import EvaluateCommand, run_evaluate
+    from bwsft.commands.evaluate import EvaluateCommand, run_evaluate
 
     return run_evaluate(tyro.cli(EvaluateCommand, args=argv, prog="bwsft evaluate"))
 
@@ -105,7 +105,7 @@ def _evaluate(argv: list[str]) -> int:
 def _trace(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.trace import TraceOptions, run_trace
+    from bwsft.commands.trace import TraceOptions, run_trace
 
     return run_trace(tyro.cli(TraceOptions, args=argv, prog="bwsft trace"))
 
@@ -113,7 +113,7 @@ def _trace(argv: list[str]) -> int:
 def _report(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.report_html import ReportOptions, run_report
+    from bwsft.commands.report.page import ReportOptions, run_report
 
     return run_report(tyro.cli(ReportOptions, args=argv, prog="bwsft report"))
 
@@ -121,7 +121,7 @@ def _report(argv: list[str]) -> int:
 def _compare(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.compare import CompareOptions, run_compare
+    from bwsft.commands.compare import CompareOptions, run_compare
 
     return run_compare(tyro.cli(CompareOptions, args=argv, prog="bwsft compare"))
 
@@ -129,7 +129,7 @@ def _compare(argv: list[str]) -> int:
 def _replay(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.replay import ReplayOptions, run_replay
+    from bwsft.commands.replay import ReplayOptions, run_replay
 
     return run_replay(tyro.cli(ReplayOptions, args=argv, prog="bwsft replay"))
 
@@ -137,7 +137,7 @@ def _replay(argv: list[str]) -> int:
 def _export(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.export import ExportOptions, run_export
+    from bwsft.commands.export import ExportOptions, run_export
 
     return run_export(tyro.cli(ExportOptions, args=argv, prog="bwsft export"))
 
@@ -153,7 +153,7 @@ def _experiment(argv: list[str]) -> int:
 def _bench(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.bench_command import BenchOptions, run_bench
+    from bwsft.commands.bench import BenchOptions, run_bench
 
     return run_bench(tyro.cli(BenchOptions, args=argv, prog="bwsft bench"))
 
@@ -161,7 +161,7 @@ def _bench(argv: list[str]) -> int:
 def _demo(argv: list[str]) -> int:
     import tyro
 
-    from bwsft.demo import DemoOptions, run_demo
+    from bwsft.commands.demo import DemoOptions, run_demo
 
     return run_demo(tyro.cli(DemoOptions, args=argv, prog="bwsft demo"))
 
@@ -189,7 +189,7 @@ def parse_train(argv: list[str]):
 
 def _stored_config(argv: list[str]):
     from bwsft.config import from_json
-    from bwsft.strict_json import read_text
+    from bwsft.utils.strict_json import read_text
 
     for i, word in enumerate(argv):
         if word == "--resume" and i + 1 < len(argv):

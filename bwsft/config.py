@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bwsft import config_check, strict_json
-from bwsft.objective_config import ObjectiveConfig
-from bwsft.objective_config import validate as validate_objective
+from bwsft.objectives.config import ObjectiveConfig
+from bwsft.objectives.config import validate as validate_objective
+from bwsft.utils import config_check, strict_json
 
 
 @dataclass(frozen=True)

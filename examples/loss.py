@@ -4,8 +4,7 @@ A one-layer bidirectional encoder learns to count: `python examples/loss.py` (se
 """
 
 import torch
-from bwsft_kernels import block_mask, linear_cross_entropy
-from bwsft_kernels.block_mask import MaskSpec
+from bwsft_kernels import MaskSpec, block_mask, linear_cross_entropy
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bwsft import presets
 from bwsft.config import EvalConfig
-from bwsft.decoder import DecoderOptions, make_decoder
-from bwsft.train import train
+from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+from bwsft.training.trainer import train
 
 with tempfile.TemporaryDirectory() as folder:
     data, run = Path(folder) / "data.jsonl", Path(folder) / "run"

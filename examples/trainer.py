@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from bwsft import presets
-from bwsft.backbones.lora import LLADA_TARGETS
-from bwsft.hf import BlockwiseTrainer, load_examples
-from bwsft.models import TINY
+from bwsft.checkpoints.resolve import TINY
+from bwsft.models.lora import LLADA_TARGETS
+from bwsft.training.hf_trainer import BlockwiseTrainer, load_examples
 
 model = AutoModelForCausalLM.from_pretrained(TINY, dtype="float32")
 model = get_peft_model(model, LoraConfig(r=8, target_modules=LLADA_TARGETS["all"]))

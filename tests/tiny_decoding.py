@@ -5,9 +5,9 @@ import random
 
 import torch
 
-from bwsft.backbones.base import Backbone
-from bwsft.backbones.llada import LladaConfig
-from bwsft.backbones.load import new_backbone
+from bwsft.models.backbone import Backbone
+from bwsft.models.llada import LladaConfig
+from bwsft.models.loading import new_backbone
 
 VOCABULARY, MASK, ENDS = 16, 15, (1, 2)
 HEADS, KV_HEADS = 2, 1

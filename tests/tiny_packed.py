@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from bwsft_kernels.block_mask import MaskSpec
+from bwsft_kernels import MaskSpec
 
-from bwsft.context import Span
-from bwsft.data import CanvasLayout, Example, pack
+from bwsft.data.dataset import CanvasLayout, Example, pack
+from bwsft.models.kv_cache import Span
 from bwsft.objectives import blockwise
 
 LENGTHS = (13, 9, 17)

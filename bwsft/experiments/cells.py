@@ -20,8 +20,8 @@ from pathlib import Path
 
 from bwsft import config as c
 from bwsft.experiments import measures
-from bwsft.files import write_atomic
-from bwsft.metrics import read_log
+from bwsft.training.metrics import read_log
+from bwsft.utils.files import write_atomic
 
 METERED = 4  # updates under the FLOP counter
 
@@ -105,7 +105,7 @@ def run(folder: Path, cell: Cell, wanted: tuple[str, ...], exam: measures.Exam) 
 
 def train_cell(out: Path, config: c.Config) -> dict:
     """Train to the end, from wherever an earlier attempt came, and sum up its metrics."""
-    from bwsft.train import train
+    from bwsft.training.trainer import train
 
     where = {"resume": str(out)} if (out / "config.json").exists() else {"out": str(out)}
     config = dataclasses.replace(config, **where)
@@ -129,9 +129,9 @@ def meter(config: c.Config) -> dict:
 
     Rates and blocks vary from update to update; FLOPs per token hardly do.
     """
-    from bwsft.flops import flop_counter
-    from bwsft.run import open_run, setup
-    from bwsft.train import train_step
+    from bwsft.training.setup import open_run, setup
+    from bwsft.training.trainer import train_step
+    from bwsft.utils.flops import flop_counter
 
     with tempfile.TemporaryDirectory() as scratch:
         config = dataclasses.replace(config, out=str(Path(scratch) / "run"))

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bwsft import config as c
+from bwsft.data.word_problems import largest_operand
 from bwsft.experiments import scales
 from bwsft.experiments.measures import Exam
 from bwsft.experiments.plans import PILOT_SEED, PLANS, Plan
 from bwsft.experiments.scales import Scale
-from bwsft.files import write_atomic
-from bwsft.wordproblems import largest_operand
+from bwsft.utils.files import write_atomic
 
 Name = Literal[tuple(PLANS)]
 

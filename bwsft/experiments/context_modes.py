@@ -19,12 +19,13 @@ import time
 from pathlib import Path
 
 from bwsft import config as c
-from bwsft import presets, wordproblems
-from bwsft.demo import TEST_SEED, solve
+from bwsft import presets
+from bwsft.checkpoints.resolve import load_trained
+from bwsft.commands.demo import TEST_SEED, solve
+from bwsft.data import word_problems as wordproblems
 from bwsft.experiments.cells import train_cell
 from bwsft.experiments.statistics import mean_error
-from bwsft.files import write_atomic
-from bwsft.models import load_trained
+from bwsft.utils.files import write_atomic
 
 MODES = {
     "exact": {},
@@ -53,8 +54,8 @@ def cell_config(mode: str, seed: int, steps: int) -> c.Config:
 
 def seconds_per_update(mode: str, out: Path) -> float:
     """CPU seconds of one update, the median of a few."""
-    from bwsft.run import open_run, setup
-    from bwsft.train import train_step
+    from bwsft.training.setup import open_run, setup
+    from bwsft.training.trainer import train_step
 
     config = dataclasses.replace(cell_config(mode, 0, WARM), out=str(out))
     run = setup(config, *open_run(config))

@@ -12,7 +12,7 @@ from rich.table import Table
 from bwsft import config as c
 from bwsft.experiments.plans import Arm, Plan
 from bwsft.experiments.scales import Scale
-from bwsft.flops import Cost
+from bwsft.utils.flops import Cost
 
 PAPER_TOKENS_PER_S = 5100  # one A100, the paper's figure for LLaDA-8B with LoRA
 A100_FLOPS, UTILISATION = 312e12, 0.4
@@ -40,8 +40,8 @@ class Estimate:
 def shape_of(config: c.Config) -> Cost:
     """Layer sizes of the run's model: its config.json where it is a folder, the embedded base's, or
     LLaDA-8B's for a Hub id, which is not looked up."""
-    from bwsft.backbones.llada_config import LladaConfig
-    from bwsft.models import TINY
+    from bwsft.checkpoints.resolve import TINY
+    from bwsft.models.llada_config import LladaConfig
 
     folder = Path(config.model) if config.model else TINY
     if not (folder / "config.json").is_file():

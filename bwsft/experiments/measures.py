@@ -15,12 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from bwsft import config as c
-from bwsft import data as d
-from bwsft import wordproblems
-from bwsft.models import Trained, load_trained
-from bwsft.modes import Mode
+from bwsft.checkpoints.resolve import Trained, load_trained
+from bwsft.data import dataset as d
+from bwsft.data import word_problems as wordproblems
 from bwsft.objectives import nelbo
-from bwsft.training_data import layout_of
+from bwsft.training.context_modes import Mode
+from bwsft.training.run_data import layout_of
 
 TEST_SEED = 1  # of the generated problems
 EXAM_MASKS = 4242  # seed of the held-out masks, which no run uses
@@ -97,7 +97,7 @@ def held_out_nelbo(trained: Trained, config: c.Config, exam: Exam, pilot: bool =
 
 def solved(trained: Trained, config: c.Config, exam: Exam) -> dict:
     """Exact match on generated problems, one token a step; `each` keeps every problem's result."""
-    from bwsft.demo import solve
+    from bwsft.commands.demo import solve
 
     problems = test_problems(exam.problems, config.data)
     right, found = solve(trained, problems, config, "exam", config.context)
@@ -110,8 +110,8 @@ def solved(trained: Trained, config: c.Config, exam: Exam) -> dict:
 
 def answers(task: str, source: str | None, config: c.Config, exam: Exam, stem: Path) -> dict:
     """Pass@1 on an answer file at fixed decoder settings: greedy, one token a step."""
-    from bwsft.decoder import DecoderOptions, make_decoder
-    from bwsft.evaluate import EvaluateOptions, evaluate
+    from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+    from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
     file = getattr(exam, task)
     if file is None:

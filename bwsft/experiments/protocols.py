@@ -15,9 +15,9 @@ def updates_of_traversals(config: c.Config, traversals: int) -> int:
 
     The count stops at the first update that reaches it.
     """
-    from bwsft import data as d
-    from bwsft.models import plan_model, plan_tokenizer
-    from bwsft.training_data import plan_data
+    from bwsft.checkpoints.resolve import plan_model, plan_tokenizer
+    from bwsft.data import dataset as d
+    from bwsft.training.run_data import plan_data
 
     with contextlib.redirect_stdout(io.StringIO()):
         tokenizer = d.load_tokenizer(plan_tokenizer(config))

@@ -11,14 +11,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bwsft.checkpoint import versions
+from bwsft.checkpoints.folders import versions
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import Exam
 from bwsft.experiments.plans import Plan
 from bwsft.experiments.results import Judged, Row, judge
 from bwsft.experiments.scales import Scale
 from bwsft.experiments.statistics import mean_error
-from bwsft.files import write_atomic
+from bwsft.utils.files import write_atomic
 
 LABELS = {"nelbo": "NELBO", "pilot": "pilot NELBO", "solved": "solved", "math": "MATH"}
 

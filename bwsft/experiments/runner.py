@@ -19,7 +19,7 @@ from bwsft.experiments.cells import Cell
 from bwsft.experiments.measures import Exam
 from bwsft.experiments.plans import Arm, Plan
 from bwsft.experiments.results import Row
-from bwsft.files import write_atomic
+from bwsft.utils.files import write_atomic
 
 
 def run_plan(plan: Plan, seeds: list[int], folder: Path, exam: Exam, jobs: int) -> list[Row]:

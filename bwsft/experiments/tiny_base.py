@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from bwsft import config as c
-from bwsft import wordproblems
+from bwsft.data import word_problems as wordproblems
 
 SEED = 7
 SPECIALS = ("<|endoftext|>", "[MASK]", "<|user|>", "<|assistant|>", "<|end|>")
@@ -84,9 +84,9 @@ def embed(checkpoint: Path, folder: Path) -> None:
     """Store a checkpoint's model in bf16, with its tokenizer, as the embedded base."""
     import torch
 
-    from bwsft.backbones.load import load_backbone
-    from bwsft.data import load_tokenizer
-    from bwsft.files import folder_atomic
+    from bwsft.data.dataset import load_tokenizer
+    from bwsft.models.loading import load_backbone
+    from bwsft.utils.files import folder_atomic
 
     backbone = load_backbone(checkpoint, dtype=torch.bfloat16)
     with folder_atomic(folder) as part:
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.embed is not None:
         embed(options.work / "run" / "checkpoints" / f"step-{options.embed}", options.into)
         return 0
-    from bwsft.train import train
+    from bwsft.training.trainer import train
 
     if not (options.work / "tokenizer").exists():
         make_tokenizer(options.work / "tokenizer")

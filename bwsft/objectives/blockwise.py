@@ -27,7 +27,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from bwsft_kernels.block_mask import MaskedBatch, MaskSpec, block_mask
+from bwsft_kernels import MaskedBatch, MaskSpec, block_mask
 from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 

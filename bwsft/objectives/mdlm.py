@@ -25,7 +25,7 @@ import torch
 from bwsft_kernels.philox import Stream
 from torch import Tensor
 
-from bwsft.objectives import drawn as d
+from bwsft.objectives import base as d
 
 EPS24 = round(1e-3 * d.ONE24)
 

@@ -21,7 +21,7 @@ import torch
 from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 
-from bwsft.objectives.drawn import Rows, ranks
+from bwsft.objectives.base import Rows, ranks
 
 # Draw numbers of the evaluation lie far above those of training visits.
 FIRST_DRAW = 1 << 31

@@ -30,7 +30,7 @@ import torch
 from bwsft_kernels.philox import Stream
 from torch import Tensor
 
-from bwsft.objectives import drawn as d
+from bwsft.objectives import base as d
 
 
 @dataclass(frozen=True, kw_only=True)

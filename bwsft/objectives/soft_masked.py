@@ -33,7 +33,7 @@ import torch
 from bwsft_kernels.philox import Stream
 from torch import Tensor
 
-from bwsft.objectives import drawn as d
+from bwsft.objectives import base as d
 
 CHUNK = 4096  # responses counted at a time
 

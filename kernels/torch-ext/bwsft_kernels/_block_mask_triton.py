@@ -1,6 +1,6 @@
 """`block_mask` in one launch: program 0 lists the loss rows, the others write the tokens.
 
-Each program recomputes what it needs of a draw (_mask_draw_triton.py), so nothing is passed between
+Each program recomputes what it needs of a draw (_block_mask_draw_triton.py): nothing passes between
 programs. Letters: T tokens, S sequences, B block size, R bound on the loss rows, Q sequences that
 program 0 handles at a time.
 """
@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ._block_mask_draw_triton import choose_block, draw_marks, marked, plan_draw, u24_of
+from ._block_mask_types import MaskedBatch, MaskInputs, MaskSpec
 from ._device_triton import on_device
-from ._mask_draw_triton import choose_block, draw_marks, marked, plan_draw, u24_of
-from ._mask_types import MaskedBatch, MaskInputs, MaskSpec
 from .philox import Stream, split_seed
 
 PREFIX = tl.constexpr(int(Stream.PREFIX))

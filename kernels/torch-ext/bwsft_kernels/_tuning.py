@@ -2,7 +2,7 @@
 
 Nothing is timed at run time unless BWSFT_AUTOTUNE=1: then every new key times the tiles of its
 architecture once and prints the best as a line for TABLE. Each tile here compiles for its
-architecture without a spilled register, which tests/test_compile_offline.py checks.
+architecture without a spilled register, which tests/kernels/test_compile_offline.py checks.
 """
 
 import os

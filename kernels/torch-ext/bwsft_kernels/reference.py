@@ -6,7 +6,7 @@ and ordinary autograd; the mask is a Python loop over tokens. Options as in the 
 
 import torch
 
-from .block_mask import IGNORE, MaskedBatch, MaskSpec
+from ._block_mask import IGNORE, MaskedBatch, MaskSpec
 from .philox import MASK32, Stream, gumbel, gumbel_key, gumbel_u24, philox_words, split_seed
 
 

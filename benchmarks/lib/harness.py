@@ -1,0 +1,269 @@
+"""What the benchmarks share: interleaved timing, memory and counted cost (output.py prints them).
+
+A variant is a function that returns a generator; it yields the name of each phase when the phase
+is done, and code behind the last yield isn't timed. A variant that can't run here is a note, which
+says why. Every number belongs to one run on one device, named in the header.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
+
+from bwsft.utils.flops import flop_counter
+
+# Dense bf16 FLOP/s and bytes/s of the 80 GB cards (H200: 141 GB); a CPU's are measured.
+PEAKS = {"A100": (312e12, 2.04e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
+SLOW_SECONDS = 60
+
+
+@dataclass
+class Result:
+    """One variant: seconds (median and 20/80 quantiles), bytes above the baseline, counted cost.
+
+    traffic_bytes: what its weights and inputs alone must move. extra: columns of one benchmark.
+    """
+
+    name: str
+    note: str = ""
+    rounds: int = 0
+    median_s: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
+    phases: dict = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    supervised_tokens_per_s: float | None = None
+    peak_bytes: int | None = None
+    baseline_bytes: int | None = None
+    flops: int | None = None
+    operators: int | None = None
+    traffic_bytes: int | None = None
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device reaches at best; None where it isn't known."""
+
+    flops: float | None = None  # per second
+    bytes: float | None = None
+
+    def share(self, result: Result) -> float | None:
+        """Share of the roofline: the time that arithmetic or traffic need at best, over what was
+        measured."""
+        shares = [
+            cost / best for cost, best in
+            ((result.flops, self.flops), (result.traffic_bytes, self.bytes)) if cost and best
+        ]
+        return max(shares) / result.median_s if shares and result.median_s else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="a few rounds, at most 2 minutes")
+    parser.add_argument("--rounds", type=int, default=0, help="timed rounds (0: 7, fewer if quick)")
+    parser.add_argument("--json", metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="draw times and memory to FILE (matplotlib)")
+    parser.add_argument("--no-memory", action="store_true", help="leave the memory runs out")
+    parser.add_argument("--measure-memory", metavar="VARIANT", help=argparse.SUPPRESS)
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None, file: str):
+    """Arguments; their `command` runs the same benchmark again in a child process."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    args.command = [str(Path(file).resolve()), *argv]
+    return args
+
+
+def this_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock(device: torch.device):
+    """Wall time; on a CPU with one thread the process' CPU time, which is the same but for what
+    other programs take."""
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if one_thread else time.perf_counter
+
+
+def timed(step, device) -> dict:
+    """Seconds of each phase of one run, and their "total"."""
+    phases, seconds = {}, clock(device)
+    run = step()
+    synchronize(device)
+    start = before = seconds()
+    for phase in run:
+        synchronize(device)
+        now = seconds()
+        phases[phase] = phases.get(phase, 0) + now - before
+        before = now
+        phases["total"] = now - start
+    return phases
+
+
+def attempt(result: Result, function):
+    """function(); a failure becomes the variant's note, because peers may fail in any way."""
+    try:
+        return function()
+    except Exception as error:
+        memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate" in str(error)
+        first = (str(error).splitlines() or [""])[0]
+        result.note = "out of memory" if memory else f"{type(error).__name__}: {first[:160]}"
+    gc.collect()  # what the failed run held
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def time_interleaved(steps: dict, results: dict, device, rounds: int, warm: bool = False) -> None:
+    """Rounds over all variants in turn, so that drift of clocks and neighbours hits all alike.
+
+    Unless they are warm, a first round isn't counted. A slow variant stops after SLOW_SECONDS.
+    """
+    samples = {name: defaultdict(list) for name in steps}
+    turns = [(turn, name) for turn in range(warm, rounds + 1) for name in steps]
+    gc.collect()
+    gc.freeze()  # so that looking for garbage between runs takes no time
+    for turn, name in tqdm(turns, "timing", leave=False, disable=None):
+        times = samples[name]
+        if results[name].note or sum(times["total"]) > SLOW_SECONDS:
+            continue
+        gc.collect()
+        phases = attempt(results[name], partial(timed, steps[name], device))
+        for phase, seconds in (phases or {}).items():
+            if turn:
+                times[phase].append(seconds)
+    gc.unfreeze()
+    for name, times in samples.items():
+        result, total = results[name], times["total"]
+        if result.note:
+            continue
+        result.rounds, result.median_s = len(total), statistics.median(total)
+        result.low_s, result.high_s = (float(q) for q in numpy.quantile(total, [0.2, 0.8]))
+        result.phases = {phase: statistics.median(seconds) for phase, seconds in times.items()}
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts operators that do work; views only change metadata."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aliases = [out.alias_info for out in func._schema.returns]
+        self.count += not any(alias is not None and not alias.is_write for alias in aliases)
+        return func(*args, **(kwargs or {}))
+
+
+def count_cost(step, result: Result) -> None:
+    """FLOPs and launched operators of one run, the same numbers on every device. FLOPs inside
+    Triton kernels are not seen."""
+    with flop_counter() as flops, CountOperators() as operators:
+        for _ in step():
+            pass
+    result.flops, result.operators = flops.get_total_flops(), operators.count
+
+
+def count_flops(step) -> int:
+    """FLOPs of a run, whose weights may be hollow (models.py)."""
+    with flop_counter() as flops:
+        for _ in step():
+            pass
+    return flops.get_total_flops()
+
+
+def measure_memory(step, device, result: Result) -> None:
+    """Peak of one run above the bytes held just before it; a run before loads the libraries."""
+    for _ in step():
+        pass
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    else:
+        before = _resident(reset=True)
+    for _ in step():
+        pass
+    synchronize(device)
+    on_gpu = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else _resident(peak=True)
+    result.peak_bytes, result.baseline_bytes = peak - before, before
+
+
+def _resident(peak=False, reset=False) -> int:
+    """Resident bytes of this process, or their high-water mark since the last reset (Linux)."""
+    if reset:
+        # Freed blocks that glibc keeps would hide what the next run needs.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    wanted = "VmHWM:" if peak else "VmRSS:"
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(wanted):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {wanted}")
+
+
+def memory(name: str, step, device, result: Result, args, shape=()) -> None:
+    """Fill in the memory of a variant: on a CPU from a fresh process, because what the allocator
+    of this one holds would hide a need. shape: arguments that pick one point of a sweep."""
+    if args.no_memory or result.note:
+        return
+    if device.type == "cuda":
+        attempt(result, partial(measure_memory, step, device, result))
+        return
+    command = [sys.executable, *args.command, *shape, "--measure-memory", name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        result.note = f"memory run failed: {lines[-1] if lines else done.returncode}"
+        return
+    measured = json.loads(done.stdout.splitlines()[-1])
+    result.peak_bytes, result.baseline_bytes = measured["peak_bytes"], measured["baseline_bytes"]
+
+
+def print_memory(name: str, step, device) -> None:
+    """What the child process does."""
+    result = Result(name)
+    measure_memory(step, device, result)
+    print(json.dumps({"peak_bytes": result.peak_bytes, "baseline_bytes": result.baseline_bytes}))
+
+
+def peak_of(device: torch.device) -> Peak:
+    """From a table for GPUs; on a CPU from a large fp32 matmul and a copy."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return Peak(*next((peak for word, peak in PEAKS.items() if word in name), (None, None)))
+    a, source = torch.randn(1536, 1536), torch.ones(32 << 20)
+    target = torch.empty_like(source)
+    product = _fastest(lambda: a @ a)
+    copy = _fastest(lambda: target.copy_(source))
+    return Peak(2 * len(a) ** 3 / product, 2 * source.nbytes / copy)
+
+
+def _fastest(run, repeats: int = 5) -> float:
+    times, seconds = [], clock(torch.device("cpu"))
+    for _ in range(repeats):
+        start = seconds()
+        run()
+        times.append(seconds() - start)
+    return min(times)

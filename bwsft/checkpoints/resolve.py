@@ -1,0 +1,227 @@
+"""Which model a name stands for: a checkpoint, a run folder, the embedded tiny base, or a small
+random LLaDA; for training and for decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bwsft import config as c
+from bwsft.checkpoints.facts import read_adapter_config
+from bwsft.checkpoints.folders import locate
+from bwsft.data import dataset as d
+from bwsft.models.backbone import Backbone, Family, check_context
+from bwsft.models.llada import LladaConfig, family_of
+from bwsft.models.loading import Facts, load_backbone, new_backbone, read_family
+from bwsft.models.lora import load_adapter
+from bwsft.models.quantization import quantize, require_bitsandbytes
+
+# The tiny LLaDA that ships with the package: base of the demo and of runs without --model.
+TINY = Path(__file__).parents[1] / "tiny"
+EMBEDDED = "embedded"
+# Folder of a run that holds the random model under its adapter.
+OWN_BASE = "base"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model that is known by its config and not built yet."""
+
+    family: Family
+    base: str
+    """What an adapter's checkpoint names as its base: a folder, a Hub id or EMBEDDED."""
+    build: Callable[[torch.device], Backbone]
+    is_random: bool = False
+    """Nobody else has this base: a run that trains an adapter on it must keep it."""
+
+
+def plan_tokenizer(config: c.Config) -> str:
+    """Folder or Hub id of the run's tokenizer."""
+    if config.tokenizer:
+        return config.tokenizer
+    return locate(config.model)[0] if config.model else str(TINY)
+
+
+def plan_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
+    """The checkpoint that --model names, the embedded base, or a small random LLaDA. The tokenizer
+    learns --mask-token."""
+    if config.mask_token is not None:
+        d.add_mask_token(tokenizer, config.mask_token)
+    if config.model is None and config.tokenizer is not None:
+        plan = random_model(config, tokenizer, folder)
+    else:
+        plan = stored_model(config, tokenizer)
+    if config.logit_shift not in (None, plan.family.logit_shift):
+        raise ValueError(
+            f"--logit-shift {config.logit_shift}: in this model it is {plan.family.logit_shift}; "
+            "leave the option out"
+        )
+    check_context(plan.family, config.context)
+    return plan
+
+
+def stored_model(config: c.Config, tokenizer) -> ModelPlan:
+    """The checkpoint that --model names, or the embedded base."""
+    source = locate(config.model)[0] if config.model else str(TINY)
+    if (Path(source) / "adapter_config.json").exists():
+        raise ValueError(
+            f"{source} is an adapter: merge it first (bwsft export --model {config.model} "
+            "--out DIR) and train from DIR"
+        )
+    if config.lora.quantize:
+        require_bitsandbytes()
+    facts = Facts.of_tokenizer(tokenizer, config.logit_shift)
+    family = read_family(source, facts)
+    d.mask_id_for(tokenizer, family.mask_id)
+
+    def build(device: torch.device) -> Backbone:
+        dtype = weight_dtype(config, device)
+        place = "cpu" if config.lora.quantize else device
+        backbone = load_backbone(source, dtype=dtype, device=place, facts=facts)
+        note_block_size(backbone, config.block_size, warn=True)
+        if config.lora.quantize:
+            quantize(backbone, device)
+        return backbone
+
+    return ModelPlan(family, source if config.model else EMBEDDED, build)
+
+
+def note_block_size(backbone: Backbone, size: int, *, warn: bool = False) -> None:
+    """Where config.json has a block size (SDAR's), it becomes that of the training."""
+    config = backbone.base_model.config
+    if not hasattr(config, "block_size"):
+        return
+    if warn and config.block_size not in (None, size):
+        warnings.warn(
+            f"the model was made for blocks of {config.block_size}, --block-size is {size}",
+            stacklevel=2,
+        )
+    config.block_size = size
+
+
+def random_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
+    """A random LLaDA of shape --init with the tokenizer's vocabulary and a [MASK] id."""
+    mask_id = d.mask_id_for(tokenizer)
+    llada = LladaConfig(
+        **dataclasses.asdict(config.init),
+        # Rows in multiples of 64 keep the head's matmul on fast paths.
+        vocab_size=-(-max(len(tokenizer), mask_id + 1) // 64) * 64,
+        max_sequence_length=max(1024, config.max_length + config.gen_length),
+        mask_token_id=mask_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    base = folder / OWN_BASE
+
+    def build(device: torch.device) -> Backbone:
+        if base.is_dir():  # of the run that goes on: another torch may draw other weights
+            return load_backbone(base, device=device)
+        return new_backbone(llada, config.seed, device=device)
+
+    return ModelPlan(family_of(llada), str(base), build, is_random=True)
+
+
+def weight_dtype(config: c.Config, device: torch.device) -> torch.dtype:
+    """fp32 on the CPU and for full fine-tuning, whose small updates bf16 would swallow; bf16 for a
+    frozen base on CUDA."""
+    frozen_on_gpu = device.type == "cuda" and config.lora.rank > 0
+    return torch.bfloat16 if frozen_on_gpu else torch.float32
+
+
+def own_memory(backbone: Backbone) -> None:
+    """Copy weights that are views of a mapped file, where they lie at any offset.
+
+    MKL promises the same bits from run to run for arrays aligned to 64 bytes only, which the copies
+    are: a resumed run maps another file than the one it goes on from.
+    """
+    for parameter in backbone.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is a CUDA device where there is one. Raises ValueError for an unknown name."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: no CUDA device is available; use --device cpu")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What a checkpoint remembers: "cpu", or the card's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model ready to decode, and what its checkpoint remembers of its training."""
+
+    backbone: Backbone
+    tokenizer: object
+    state: dict | None
+    folder: str
+
+    def template(self) -> str:
+        """The prompt template it was trained with; "metamath" for a foreign checkpoint."""
+        return self.state["config"]["dataset"]["template"] if self.state else "metamath"
+
+
+def load_trained(
+    model: str | None,
+    *,
+    tokenizer: str | None = None,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Trained:
+    """Load a run folder, checkpoint, exported or foreign model folder or Hub id, in eval mode.
+
+    None is the embedded base. dtype defaults to fp32 on the CPU and bf16 on CUDA.
+    """
+    source, state = locate(model) if model else (str(TINY), None)
+    place = pick_device(device)
+    dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    adapter = (Path(source) / "adapter_config.json").exists()
+    base = adapter_base(source, state) if adapter else source
+    words = d.load_tokenizer(tokenizer or source)
+    facts = Facts.of_tokenizer(words)
+    if state is not None:  # an adapter's base may not know its [MASK]
+        saved = state["family"]
+        facts = Facts(saved["mask_id"], saved["logit_shift"], saved["eos_id"])
+    try:
+        backbone = load_backbone(base, dtype=dtype, device=place, facts=facts)
+    except FileNotFoundError as error:
+        if not adapter:
+            raise
+        raise FileNotFoundError(f"{error}; it is the base of the adapter in {source}") from error
+    if adapter:
+        load_adapter(backbone, source, trainable=False)
+    if state is not None:
+        fields = {**state["family"], "end_ids": tuple(state["family"]["end_ids"])}
+        backbone.family = Family(**fields)
+        note_block_size(backbone, state["config"]["block_size"])
+    else:
+        ends = d.Template(words, "metamath").end_ids
+        end_ids = tuple(dict.fromkeys((*ends, *backbone.family.end_ids)))
+        backbone.family = dataclasses.replace(backbone.family, end_ids=end_ids)
+    return Trained(backbone.eval(), words, state, source)
+
+
+def adapter_base(source: str, state: dict | None) -> str:
+    """The folder or Hub id of the model that an adapter belongs to."""
+    if state is None:
+        return read_adapter_config(source).base_model_name_or_path  # locate has seen that it is one
+    if state["base"] == EMBEDDED:
+        return str(TINY)
+    checkpoints = Path(source).parent
+    beside = checkpoints.parent / OWN_BASE  # found there though the run folder was moved
+    return str(beside) if checkpoints.name == "checkpoints" and beside.is_dir() else state["base"]

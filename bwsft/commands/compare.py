@@ -1,0 +1,218 @@
+"""`bwsft compare`: the same prompts decoded in several context modes, side by side.
+
+Every mode is set beside the first one: how many tokens agree, in which denoising step the two part,
+what each costs (forward passes, FLOPs, seconds) and how many answers are right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from bwsft.decoding.generate import Generation
+from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.evaluation.answer_files import Output, join, read_references
+from bwsft.evaluation.math_equality import MathVerifier
+from bwsft.evaluation.pass_at_1 import score, summarise
+from bwsft.utils.files import write_atomic
+from bwsft.utils.flops import flop_counter
+
+
+@dataclass(frozen=True)
+class CompareOptions(DecoderOptions):
+    """Decode the same questions in several context modes and compare."""
+
+    modes: str = "exact,cached,prefix"
+    """Context modes, with commas; the others are compared with the first."""
+    model: str | None = None
+    """Run folder, checkpoint, model folder or Hub id; default: the embedded tiny LLaDA."""
+    data: Path | None = None
+    """Questions with references, GSM8K-, MetaMath- or MATH-shaped."""
+    task: Literal["gsm8k", "math"] = "gsm8k"
+    """How answers are found and compared."""
+    limit: int | None = 32
+    """Use only the first so many questions."""
+    json: Path | None = None
+    """Where the comparison is written as JSON."""
+
+
+@dataclass(frozen=True)
+class ModeResult:
+    """What decoding in one mode gave; agreements are with the first mode."""
+
+    mode: str
+    accuracy: float
+    truncated: float
+    """Share of answers without an end token."""
+    mean_tokens: float
+    steps: float
+    """Denoising steps per answer."""
+    passes: float
+    """Forward passes per answer."""
+    flops: float | None
+    """Matmul and attention FLOPs per answer; None on CUDA, whose kernels are not counted."""
+    seconds: float
+    """Wall-clock seconds for all answers, with the counting."""
+    token_agreement: float
+    """Share of equal tokens, position by position, over the longer of both answers."""
+    identical: float
+    """Share of equal answers."""
+    first_divergence: float | None
+    """Median denoising step, from 0, in which the two first committed something else; None if
+    they never do."""
+    diverged: float
+    """Share of answers whose commitments differ anywhere before the earlier end."""
+
+
+def run_compare(options: CompareOptions) -> int:
+    """Run `bwsft compare` and return the exit status; ValueError or OSError for bad input."""
+    modes = check(options)
+    references = read_references(options.data, options.task)
+    questions = [question for question, _ in references.values()][: options.limit]
+    if options.json and options.json.exists():
+        raise ValueError(f"{options.json} exists: name another file")
+    decoder = Decoder.load(options.model, dataclasses.replace(options, context=modes[0]))
+    prompts = decoder.encode(questions)
+    first, rows = None, []
+    for mode in modes:
+        config = dataclasses.replace(decoder.config, context=mode)
+        one = dataclasses.replace(decoder, config=config)
+        found, cost = measured(one, prompts)
+        first = found if first is None else first
+        scored = accuracy(one, questions, found, references, options.task)
+        rows.append(ModeResult(mode, **scored, **cost, **agreement(first, found)))
+    print_table(rows, len(questions))
+    if options.json:
+        content = {"questions": len(questions), "modes": [dataclasses.asdict(r) for r in rows]}
+        content["settings"] = json.loads(json.dumps(vars(options), default=str))
+        write_atomic(options.json, json.dumps(content, indent=2) + "\n")
+    return 0
+
+
+def check(options: CompareOptions) -> list[str]:
+    """The modes; ValueError for options that compare nothing."""
+    modes = [mode.strip() for mode in options.modes.split(",")]
+    known = ("exact", "cached", "prefix", "block_causal")
+    if unknown := [mode for mode in modes if mode not in known]:
+        raise ValueError(f"--modes has {unknown[0]!r}: choose from {', '.join(known)}")
+    if len(set(modes)) < len(modes) or len(modes) < 2:
+        raise ValueError("--modes needs at least two modes, each once")
+    if options.rule == "apd":
+        raise ValueError("rule apd decodes under context exact alone: there is nothing to compare")
+    if options.context is not None:
+        raise ValueError("--context is what --modes compares: leave it out")
+    for name, value in (("refresh", 0), ("cfg_scale", 0.0), ("suffix", "all")):
+        if getattr(options, name) != value:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} does not fit every context mode: compare without it")
+    if options.data is None:
+        raise ValueError("bwsft compare needs --data FILE, the questions to answer")
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {options.limit}")
+    return modes
+
+
+def measured(decoder: Decoder, prompts: list[list[int]]) -> tuple[list[Generation], dict]:
+    """Decode all prompts; (generations, cost per answer)."""
+    began = time.perf_counter()
+    with flop_counter() as counter:
+        found = list(decoder.answers(prompts, trace=True))
+    seconds = time.perf_counter() - began
+    on_cpu = decoder.trained.backbone.head()[0].device.type == "cpu"
+    return found, {
+        "steps": mean([g.steps for g in found]),
+        "passes": mean([g.passes for g in found]),
+        "flops": counter.get_total_flops() / len(found) if on_cpu else None,
+        "seconds": seconds,
+    }
+
+
+def accuracy(
+    decoder: Decoder, questions: list[str], found: list[Generation], references: dict, task: str
+) -> dict:
+    """The figures of `bwsft evaluate` that a comparison shows."""
+    outputs = [
+        Output(question, decoder.text(g.tokens), tokens=len(g.tokens), truncated=not g.ended)
+        for question, g in zip(questions, found, strict=True)
+    ]
+    joined, _ = join(outputs, references)
+    if task == "math":
+        with MathVerifier() as verifier:
+            rows = score(joined, task, verifier)
+    else:
+        rows = score(joined, task)
+    result = summarise(rows, task)
+    return {name: result[name] for name in ("accuracy", "truncated", "mean_tokens")}
+
+
+def agreement(first: Sequence[Generation], other: Sequence[Generation]) -> dict:
+    """How far the answers of two modes agree."""
+    equal = total = 0
+    parted = []
+    for a, b in zip(first, other, strict=True):
+        equal += sum(x == y for x, y in zip(a.tokens, b.tokens, strict=False))
+        total += max(len(a.tokens), len(b.tokens))
+        step = divergence(a, b)
+        if step is not None:
+            parted.append(step)
+    return {
+        "token_agreement": equal / total if total else 1.0,
+        "identical": mean([a.tokens == b.tokens for a, b in zip(first, other, strict=True)]),
+        "first_divergence": sorted(parted)[len(parted) // 2] if parted else None,
+        "diverged": len(parted) / len(first),
+    }
+
+
+def divergence(a: Generation, b: Generation) -> int | None:
+    """The first denoising step in which two histories commit something else; None if one is the
+    beginning of the other."""
+    last = min(a.steps, b.steps)
+    left, right = ({c[:3] for c in g.trace if c.step < last} for g in (a, b))
+    return min((step for step, *_ in left ^ right), default=None)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def print_table(rows: list[ModeResult], count: int) -> None:
+    """The comparison on stdout: a column per mode."""
+
+    def share(name: str) -> list[str]:
+        return [f"{getattr(row, name):.1%}" for row in rows]
+
+    def number(name: str) -> list[str]:
+        return [f"{getattr(row, name):.1f}" for row in rows]
+
+    first = rows[0]
+    parted = ["never" if r.first_divergence is None else str(r.first_divergence) for r in rows]
+    lines = {
+        "accuracy": share("accuracy"),
+        f"tokens as in {first.mode}": share("token_agreement"),
+        f"answers as in {first.mode}": share("identical"),
+        "histories that part": share("diverged"),
+        "in step (median)": parted,
+        "denoising steps": number("steps"),
+        "forward passes": number("passes"),
+        "GFLOP": [f"{row.flops / 1e9:.3g}" if row.flops else "-" for row in rows],
+        "times fewer FLOPs": [
+            f"{first.flops / row.flops:.2f}" if row.flops else "-" for row in rows
+        ],
+        "seconds in all": number("seconds"),
+        "truncated": share("truncated"),
+    }
+    title = f"{count} questions; steps, passes and FLOPs per answer"
+    table = Table("", title=title, title_justify="left")
+    for row in rows:
+        table.add_column(row.mode, justify="right")
+    for name, values in lines.items():
+        table.add_row(name, *values)
+    Console().print(table)

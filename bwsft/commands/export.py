@@ -1,0 +1,238 @@
+"""`bwsft export`: a checkpoint as a model folder in the official layout, adapters merged.
+
+The model is built without its weights, which stream from the stored files into new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bwsft.checkpoints.folders import ADAPTER, save_tokenizer
+from bwsft.checkpoints.resolve import Trained, adapter_base, load_trained
+from bwsft.checkpoints.shards import opened, read_rows, read_tensor, write_shards
+from bwsft.models.backbone import Backbone
+from bwsft.models.loading import model_folder
+from bwsft.models.weight_files import renamed, shard_files
+from bwsft.utils.files import folder_atomic, naming
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a trained model as a folder that transformers, bwsft and LLaDA's own code load."""
+
+    model: str
+    """Run folder, checkpoint or model folder; a run folder stands for its newest checkpoint."""
+    out: Path
+    """Folder to write; it must not exist."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the stored weights; default: that of the base model for an adapter (merged in
+    float32, rounded once), and that of the checkpoint otherwise."""
+    shard_size: str = "5GB"
+    """Largest file of weights, in KB, MB, GB or TB; a smaller model is one file."""
+
+
+def run_export(options: ExportOptions) -> int:
+    """Run `bwsft export` and return the exit status; ValueError or OSError for bad input.
+
+    The folder appears whole or not at all. Needs memory for the largest update of a matrix in
+    float32 and some 50 MB, whatever the sizes of the model and its shards.
+    """
+    out = Path(options.out)
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out} exists: name a folder that does not")
+    with warnings.catch_warnings():
+        # Of weights that go nowhere, which is what the meta device is for.
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+        trained = load_trained(options.model, device="meta", dtype="auto")  # dtype: as stored
+    stored = trained.backbone.head()[0].dtype
+    target = getattr(torch, options.dtype) if options.dtype else stored
+    weights = Weights(trained, stored, target)
+    with naming(out), folder_atomic(out) as folder:
+        write_description(trained, code_origin(options.model, trained), folder)
+        write_shards(folder, weights.tensors, weights.chunks, options.shard_size)
+    report(trained, out, target, weights.lost())
+    return 0
+
+
+class Weights:
+    """The weights of a model that is on the meta device, read from where they are stored.
+
+    An adapter's update is added matrix by matrix in float32, and each sum rounded once to
+    `target`; the adapter is taken off the model. ValueError for an adapter that is more than
+    low-rank updates of matrices, and for a weight that becomes infinite.
+    """
+
+    def __init__(self, trained: Trained, stored: torch.dtype, target: torch.dtype):
+        self.backbone, self.stored, self.target = trained.backbone, stored, target
+        self.adapter, self.updates = Path(trained.folder) / ADAPTER, {}
+        self.merges = hasattr(self.backbone.model, "peft_config")
+        source = trained.folder
+        if self.merges:
+            source = adapter_base(trained.folder, trained.state)
+            self.updates = take_off_adapter(self.backbone)
+        self.places = places_of(self.backbone.model, source)
+        whole = self.backbone.model.to(target).state_dict()
+        self.tensors = {name: whole[name] for name in self.places}
+        """What will be written, on the meta device."""
+        self.moved = self.total = 0.0
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The values of one tensor, some rows at a time."""
+        update = self.update(name) if name in self.updates else None
+        done, size = 0, self.tensors[name].shape
+        for read in read_rows(*self.places[name]):
+            rows = read.to(self.stored)
+            if update is not None:
+                found = self.merged(rows, update[done : done + len(rows)])
+            else:
+                found = rows.to(self.target)
+            if found is not read and (found.isinf() & read.isfinite()).any():
+                raise ValueError(f"{name} has numbers beyond {self.target}: use --dtype float32")
+            yield found
+            done += len(rows) if size else 0
+        if size and done < size[0]:  # a [MASK] that is new to the model: the row loading gives it
+            values = read_tensor(*self.places[name]).to(self.stored)
+            yield values.mean(0, dtype=torch.float32).to(self.stored).to(self.target)
+
+    def update(self, name: str) -> Tensor:
+        """scale * B A, float32."""
+        place, scale = self.updates[name]
+        kind = torch.promote_types(self.stored, torch.float32)
+        # Copies: a mapped matrix lies at any offset, where MKL promises no bits.
+        a, b = (
+            read_tensor(self.adapter, f"{place}.lora_{x}.weight").to(kind, copy=True) for x in "AB"
+        )
+        return (b @ a).mul_(scale).float()
+
+    def merged(self, rows: Tensor, update: Tensor) -> Tensor:
+        """Rows of a weight with their update, rounded once."""
+        merged = rows.float() + update
+        rounded = merged.to(self.target)
+        self.total += _square(update)
+        self.moved += _square(rounded.float() - merged)
+        return rounded
+
+    def lost(self) -> float | None:
+        """The share of the update's norm that rounding moved; None without an adapter."""
+        if not self.merges:
+            return None
+        return (self.moved / self.total) ** 0.5 if self.total else 0.0
+
+
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+
+
+def take_off_adapter(backbone: Backbone) -> dict[str, tuple[str, float]]:
+    """Weight name -> (name of the update's tensors in an adapter's file, its scale); the model is
+    the plain one again."""
+    name = backbone.model.active_adapter
+    config = backbone.model.peft_config[name]
+    beyond = [f for f in ("use_dora", "modules_to_save", "lora_bias") if getattr(config, f, None)]
+    beyond += ["bias"] if config.bias != "none" else []
+    if config.peft_type != "LORA" or beyond:
+        raise ValueError(
+            f"export merges plain LoRA adapters; this one is {config.peft_type.value} with "
+            f"{', '.join(beyond) or 'no LoRA matrices'}: merge it with peft"
+        )
+    layers = {n: m for n, m in backbone.model.named_modules() if name in getattr(m, "lora_A", ())}
+    prefix = "base_model.model."
+    updates = {
+        f"{place.removeprefix(prefix)}.weight": (place, layer.scaling[name])
+        for place, layer in layers.items()
+    }
+    backbone.model = backbone.model.unload()
+    return updates
+
+
+def stored_in(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Name of a tensor in the model -> its file in a checkpoint folder, and its name there."""
+    found = {}
+    for shard in shard_files(folder):
+        with opened(folder / shard) as handle:
+            found.update({renamed(name): (folder / shard, name) for name in handle.keys()})
+    return found
+
+
+def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]]:
+    """As `stored_in`, for the tensors to write. Tied weights are written once, by the first of
+    their names, and may be stored by any."""
+    stored, tied = stored_in(model_folder(source)), {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tied.setdefault(id(tensor), []).append(name)
+    places = {}
+    for names in tied.values():
+        found = [stored[name] for name in names if name in stored]
+        assert found, f"{source} lacks {names[0]}"  # load_trained has compared names and shapes
+        places[names[0]] = found[0]
+    return places
+
+
+def code_origin(model: str, trained: Trained) -> str | None:
+    """Folder or Hub id of the model that was trained: its own modelling code may lie there."""
+    if (Path(trained.folder) / "adapter_config.json").exists():
+        return adapter_base(trained.folder, trained.state)
+    return trained.state["config"]["model"] if trained.state else model
+
+
+def write_description(trained: Trained, origin: str | None, folder: Path) -> None:
+    """Config, tokenizer and generation config; the official code where it is at hand."""
+    model, family = trained.backbone.model, trained.backbone.family
+    keep_code(model.config, origin, folder)
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    save_tokenizer(trained.tokenizer, folder)
+    generation = {"eos_token_id": list(family.end_ids), "pad_token_id": model.config.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def keep_code(config, origin: str | None, folder: Path) -> None:
+    """Copy the modelling code that config.json's auto_map names, or name its repository instead;
+    without either, auto_map would point at files that are not there and goes."""
+    named = getattr(config, "auto_map", None)
+    if not named:
+        return
+    if not all(re.fullmatch(r"([\w./-]+--)?\w+\.\w+", target) for target in named.values()):
+        raise ValueError(f"auto_map of {origin}'s config.json names no classes: {named}")
+    files = {f"{target.split('.')[0]}.py" for target in named.values() if "--" not in target}
+    source = Path(origin or "")
+    if origin and all((source / file).is_file() for file in files):
+        for file in files:
+            shutil.copyfile(source / file, folder / file)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", origin or "") and not source.exists():
+        config.auto_map = {
+            auto: target if "--" in target else f"{origin}--{target}"
+            for auto, target in named.items()
+        }
+    else:
+        del config.auto_map
+
+
+def report(trained: Trained, out: Path, target: torch.dtype, lost: float | None) -> None:
+    """What was written, what rounding cost, and how to decode it as it was trained."""
+    dtype = str(target).removeprefix("torch.")
+    size = sum(p.numel() * p.element_size() for p in trained.backbone.parameters())
+    print(f"{out}: {'adapter merged, ' if lost is not None else ''}{dtype}, {size / 1e9:.3g} GB")
+    if lost:
+        print(
+            f"rounding to {dtype} moved the adapter's update by {lost:.2%} of its norm "
+            "(--dtype float32 keeps it)"
+        )
+    if trained.state:
+        config = trained.state["config"]
+        print(
+            f"decode as trained: bwsft generate --model {out} --template {trained.template()} "
+            f"--gen-length {config['gen_length']} --block-size {config['block_size']} "
+            f"--context {config['context']}"
+        )

@@ -1,0 +1,145 @@
+"""Held-out prompts of a run, decoded by the model it started from and by its newest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bwsft import config as c
+from bwsft.checkpoints.folders import locate
+from bwsft.checkpoints.resolve import Trained, load_trained, pick_device, plan_model, plan_tokenizer
+from bwsft.data import dataset as d
+from bwsft.data.chat_template import METAMATH
+from bwsft.decoding.generate import Generation
+from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.plan import DecodeConfig
+from bwsft.models.backbone import Family
+from bwsft.training.run_data import plan_data
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Which answers a report shows."""
+
+    samples: int = 4
+    """Held-out prompts that the base and the newest checkpoint answer; 0: none."""
+    steps: int | None = None
+    """Denoising steps of an answer; default: one per token."""
+    device: str = "auto"
+    """auto: a CUDA device if there is one, else the CPU."""
+
+
+def decode_samples(
+    config: c.Config, run: Path, checkpoint: Path | None, options: SampleOptions
+) -> tuple[list[dict], list[str]]:
+    """(samples, notes on what could not be had). A sample has question, reference and answers."""
+    if options.samples < 0:
+        raise ValueError("--samples must be at least 0")
+    shape = {"gen_length": config.gen_length, "block_size": config.block_size}
+    settings = DecodeConfig(**shape, steps=options.steps, batch_size=max(options.samples, 1))
+    if not options.samples:
+        return [], ["No samples: --samples 0."]
+    if not config.dataset.holdout:
+        return [], ["No samples: the run holds no examples out (--dataset.holdout 0)."]
+    try:
+        return decoded(config, run, checkpoint, settings, options)
+    except (ValueError, OSError) as error:  # data or base are no longer there: the rest is
+        return [], [f"No samples: {error}"]
+
+
+def decoded(
+    config: c.Config,
+    run: Path,
+    checkpoint: Path | None,
+    settings: DecodeConfig,
+    options: SampleOptions,
+) -> tuple[list[dict], list[str]]:
+    """decode_samples, for a run that has held-out examples."""
+    tokenizer = d.load_tokenizer(plan_tokenizer(config))
+    template = d.Template(tokenizer, config.dataset.template)
+    plan = plan_model(config, tokenizer, run)
+    data = plan_data(config, tokenizer, plan.family)
+    chosen = [int(i) for i in data.holdout_index[: options.samples]]
+    prompts = [data.examples.prompt(i).tolist() for i in chosen]
+
+    def base() -> Trained:
+        backbone = plan.build(pick_device(options.device)).eval()
+        ends = tuple(dict.fromkeys((*template.end_ids, *backbone.family.end_ids)))
+        backbone.family = dataclasses.replace(backbone.family, end_ids=ends)
+        return Trained(backbone, tokenizer, None, plan.base)
+
+    def newest() -> Trained:
+        return load_trained(str(checkpoint), device=options.device)
+
+    columns = [answers("base", base, template, start_mode(config, plan.family), prompts, settings)]
+    notes = []
+    if checkpoint is None:
+        notes.append("No checkpoint yet: the samples are the base's.")
+    else:
+        columns.append(
+            answers(checkpoint.name, newest, template, config.context, prompts, settings)
+        )
+    texts = [
+        (question(tokenizer, data.examples.prompt(i)), plain(tokenizer, data.examples.response(i)))
+        for i in chosen
+    ]
+    samples = [
+        {"question": asked, "reference": truth, "answers": list(row)}
+        for (asked, truth), row in zip(texts, zip(*columns, strict=True), strict=True)
+    ]
+    return samples, notes
+
+
+def start_mode(config: c.Config, family: Family) -> str:
+    """Context mode of the model that a run starts from: its own training's, else what its family
+    has, else exact."""
+    _, state = locate(config.model) if config.model else (None, None)
+    if state:
+        return state["config"]["context"]
+    return "block_causal" if family.attention == "block_causal" else "exact"
+
+
+def answers(
+    name: str,
+    load: Callable[[], Trained],
+    template: d.Template,
+    context: str,
+    prompts: list[list[int]],
+    settings: DecodeConfig,
+) -> list[dict]:
+    """What the model of `load` answers, in the page's form. No two models are held at a time."""
+    config = dataclasses.replace(settings, context=context)
+    decoder = Decoder(load(), template, config)
+    found = decoder.answers(prompts, trace=True)
+    return [answer(name, decoder, p, g) for p, g in zip(prompts, found, strict=True)]
+
+
+def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generation) -> dict:
+    family, config = decoder.trained.backbone.family, decoder.config
+    record = decoder.trace_record(generation)
+    record["commits"] = [[*commit[:3], round(commit[3], 4)] for commit in record["commits"]]
+    into = len(prompt) % config.block_size if family.block_origin == "absolute" else 0
+    return {
+        **record,
+        "name": name,
+        "context": config.context,
+        "text": decoder.text(generation.tokens),
+        "ended": generation.ended,
+        "steps": generation.steps,
+        "offset": into,
+        "end_ids": list(family.end_ids),
+    }
+
+
+def plain(tokenizer, ids) -> str:
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=True).strip()
+
+
+def question(tokenizer, ids) -> str:
+    """The prompt's text without the instruction that template metamath puts around it."""
+    text = plain(tokenizer, ids)
+    before, after = METAMATH.split("{query}")
+    _, found, rest = text.partition(before)
+    return rest.partition(after)[0] if found else text

@@ -1,0 +1,142 @@
+"""`bwsft trace`: how an answer was unmasked, drawn in the terminal and as a PNG.
+
+Reads what `bwsft generate --trace FILE` wrote: a line per prompt, with `commits` of [step, response
+position, token, confidence]. Under a rule that revises, a later commit at a position replaces the
+earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from bwsft.evaluation.answer_files import read_records
+
+LARGEST = 100_000  # positions or steps of a trace
+SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Draw how an answer was unmasked."""
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """JSONL that `bwsft generate --trace FILE` wrote."""
+    line: int = 1
+    """Which answer of the file."""
+    png: Path | None = None
+    """Heat map of position x step, coloured by confidence."""
+
+
+def run_trace(options: TraceOptions) -> int:
+    """Draw an answer and return the exit status; ValueError or OSError for bad input."""
+    records, _ = read_records(options.file)
+    if not 1 <= options.line <= len(records):
+        raise ValueError(f"--line {options.line}: {options.file} has lines 1 to {len(records)}")
+    record = checked(records[options.line - 1], f"{options.file}: line {options.line}")
+    console = Console()
+    console.print(Text(record["question"], style="bold"))
+    pieces = {p: record["tokens"][str(token)] for _, p, token, _ in record["commits"]}
+    steps = {p: step for step, p, _, _ in record["commits"]}
+    console.print(unmasking(steps, pieces, range(record["gen_length"]), record["block_size"]))
+    console.print(summary(record["commits"]))
+    if options.png:
+        draw(record, options.png)
+        console.print(f"{options.png}", markup=False, soft_wrap=True)
+    return 0
+
+
+def checked(record: dict, place: str) -> dict:
+    """The record with numbers as numbers; ValueError if it is no trace."""
+    try:
+        commits = [
+            (int(step), int(position), int(token), float(confidence))
+            for step, position, token, confidence in record["commits"]
+        ]
+        gen_length, block_size = int(record["gen_length"]), int(record["block_size"])
+        question, tokens = str(record["question"]), dict(record["tokens"])
+        known = {str(token) for _, _, token, _ in commits} <= tokens.keys()
+        texts = all(isinstance(piece, str) for piece in tokens.values())
+        inside = gen_length <= LARGEST and all(
+            0 <= position < gen_length and 0 <= step < LARGEST for step, position, _, _ in commits
+        )
+        if not (known and texts and inside and commits and block_size > 0):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"{place} is no trace of bwsft generate --trace") from None
+    return {
+        "question": question, "gen_length": gen_length, "block_size": block_size,
+        "tokens": tokens, "commits": sorted(commits),
+    }  # fmt: skip
+
+
+def unmasking(
+    step_of: dict[int, int], pieces: dict[int, str], places: Sequence[int], block_size: int
+) -> Text:
+    """The tokens at these places with the denoising step under which each was committed, counted
+    from 1; late is brighter. A bar stands between blocks, a dot for what has no step."""
+    last = max(step_of.values(), default=1) or 1
+    text = Text()
+    for position in places:
+        if position and position % block_size == 0:
+            text.append("│", style="dim")
+        if position not in step_of:
+            text.append("·", style="dim")
+            continue
+        shade = 110 + round(145 * step_of[position] / last)
+        piece = pieces[position].replace("\n", "⏎")
+        # A token may hold an escape sequence that a terminal obeys.
+        piece = "".join(c if c.isprintable() else "�" for c in piece)
+        text.append(piece, style=f"rgb({shade},{shade},255) bold")
+        text.append(f"{step_of[position] + 1} ".translate(SUBSCRIPTS), style="dim")
+    return text
+
+
+def summary(commits: Sequence[tuple]) -> str:
+    last = {position: confidence for _, position, _, confidence in commits}
+    steps = 1 + max(step for step, *_ in commits)
+    mean, revised = sum(last.values()) / len(last), len(commits) - len(last)
+    return (
+        f"{len(last)} tokens in {steps} steps ({len(last) / steps:.2f} per step), mean "
+        f"confidence {mean:.3f}" + (f", {revised} revised" if revised else "")
+    )
+
+
+def grid(record: dict) -> list[list[float]]:
+    """Confidence of the token at [step][position] from its commitment on, NaN before."""
+    steps = 1 + max(step for step, *_ in record["commits"])
+    rows = [[float("nan")] * record["gen_length"] for _ in range(steps)]
+    for step, position, _, confidence in record["commits"]:
+        for row in rows[step:]:
+            row[position] = confidence
+    return rows
+
+
+def draw(record: dict, path: Path) -> None:
+    """The heat map as a PNG."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = grid(record)
+    size = (min(4 + 0.12 * record["gen_length"], 24), min(2 + 0.12 * len(rows), 16))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    corners = (-0.5, record["gen_length"] - 0.5, len(rows) + 0.5, 0.5)  # steps count from 1
+    look = {"vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    colours = colormaps["viridis"].with_extremes(bad="0.9")
+    image = axes.imshow(rows, extent=corners, cmap=colours, **look)
+    for edge in range(record["block_size"], record["gen_length"], record["block_size"]):
+        axes.axvline(edge - 0.5, color="black", linewidth=0.8)
+    axes.set_xlabel("response position (lines: blocks)")
+    axes.set_ylabel("denoising step")
+    axes.set_title(record["question"][:80].replace("$", r"\$"), fontsize="small")
+    figure.colorbar(image, label="confidence when committed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(path)

@@ -1,0 +1,201 @@
+"""The rows that are being decoded, packed, with what the host knows of each of them.
+
+T packed tokens, S rows, G gen_length, P steps, B slots of an active block, N of them for the head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bwsft.decoding.plan import DecodeConfig, PlannedStep, final_rows
+from bwsft.models.backbone import Family
+from bwsft.models.kv_cache import Span
+
+
+def upload(values: Sequence, device: torch.device) -> Tensor:
+    """A tensor of host numbers, sent without waiting for the device."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the host knows of a row before it is decoded."""
+
+    index: int
+    request: int
+    prompt: list[int]
+    response: list[int]  # given tokens, [MASK] elsewhere
+    plan: list[PlannedStep]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+    def following(
+        self, turn: PlannedStep, step: int, committed: int | None, edited: bool = False
+    ) -> PlannedStep | None:
+        """The row's step number `step`, after `turn`; None if nothing is left. Where only the
+        device knew (a dynamic rule): how many [MASK]s `turn` filled, and whether it replaced a
+        token."""
+        if committed is None:
+            return self.plan[step] if step < len(self.plan) else None
+        left, number = turn.masked - committed, turn.number + 1
+        if left:
+            return dataclasses.replace(turn, masked=left, number=number)
+        if turn.spare and (edited or turn.masked):
+            return dataclasses.replace(turn, masked=0, number=number, spare=turn.spare - 1)
+        return next((later for later in self.plan if later.start > turn.start), None)
+
+
+class Packed(NamedTuple):
+    """Packed rows as a backbone takes them."""
+
+    ids: Tensor  # [T]
+    position_ids: Tensor  # [T]
+    cu_seqlens: Tensor  # [S + 1] int32
+    max_length: int
+
+
+@dataclass(frozen=True)
+class Active:
+    """The active blocks of a step. A short block repeats its last position."""
+
+    turns: list[PlannedStep]
+    block: Span
+    quota: Tensor | None  # [S], see PlannedStep; None: a dynamic rule
+    flat: Tensor  # [S, B] places in the packed canvas
+    masked: Tensor  # [S, B] bool, without repeats
+    asked: Tensor  # [S, B] bool: slots that meet the head
+    slots: Tensor  # [N] of them in the flattened blocks
+    rows: Tensor  # [N] and in the packed canvas
+    key: tuple[Tensor, Tensor, Tensor]  # request, step and position [N], which noise depends on
+
+    def rectangle(self, values: Tensor, none: float = -torch.inf) -> Tensor:
+        """Values [N] in their slots [S, B]."""
+        empty = values.new_full((self.masked.numel(),), none)
+        return empty.index_copy_(0, self.slots, values).view_as(self.masked)
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Rows that are being decoded, packed. The rows of a batch start together, so that `step` is
+    the same for all; which steps a row has does not depend on the others."""
+
+    rows: list[Row]
+    family: Family
+    ids: Tensor  # [T]
+    committed_at: Tensor  # [T] step, -1 for what was given and for [MASK]
+    confidence: Tensor  # [T] of the token committed there
+    position_ids: Tensor  # [T]
+    cu_seqlens: Tensor  # [S + 1] int32
+    requests: Tensor  # [S]
+    plan: Tensor | None  # [S, P, 3]: start, stop and quota of every step; None: a dynamic rule
+
+    @classmethod
+    def begin(
+        cls, rows: list[Row], family: Family, like: Tensor, dynamic: bool = False
+    ) -> Canvas:
+        """Every row's prompt and response; on the device of `like`, confidences in its dtype or
+        float32."""
+        ids = torch.tensor([i for r in rows for i in r.prompt + r.response], device=like.device)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        history = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=wide)
+        return cls.of(rows, family, (ids, *history), dynamic)
+
+    @classmethod
+    def of(
+        cls, rows: list[Row], family: Family, columns: tuple[Tensor, Tensor, Tensor], dynamic: bool
+    ) -> Canvas:
+        ids = columns[0]
+        edges = torch.tensor([0, *(row.length for row in rows)]).cumsum(0)
+        positions = [torch.arange(row.length) for row in rows]
+        return cls(
+            rows, family, *columns,
+            position_ids=torch.cat(positions or [edges[:0]]).to(ids.device),
+            cu_seqlens=edges.to(ids.device, torch.int32),
+            requests=torch.tensor([row.request for row in rows]).to(ids.device),
+            plan=None if dynamic else plan_table(rows).to(ids.device),
+        )  # fmt: skip
+
+    def keep(self, kept: list[int]) -> Canvas:
+        """The canvas with only these rows: a retired row costs nothing any more."""
+        lengths = [row.length for row in self.rows]
+
+        def pick(values: Tensor) -> Tensor:
+            parts = values.split(lengths)
+            return torch.cat([parts[i] for i in kept]) if kept else values[:0]
+
+        columns = tuple(pick(x) for x in (self.ids, self.committed_at, self.confidence))
+        return self.of([self.rows[i] for i in kept], self.family, columns, self.plan is None)
+
+    def active(self, turns: list[PlannedStep], step: int) -> tuple[Span, Tensor | None]:
+        """The active blocks, and the quotas [S] of step number `step` (None: a dynamic rule)."""
+        sizes = [turn.stop - turn.start for turn in turns]
+        width = max(sizes)
+        if self.plan is not None:
+            start, stop, quota = self.plan[:, step].unbind(1)
+        else:
+            bounds = upload([(turn.start, turn.stop) for turn in turns], self.ids.device)
+            (start, stop), quota = bounds.unbind(1), None
+        return Span(start, stop - start, width, even=min(sizes) == width), quota
+
+    def look(self, turns: list[PlannedStep], step: int, config: DecodeConfig) -> Active:
+        """The active blocks before a step. Reads nothing back from the device: the host knows how
+        many slots are asked for."""
+        block, quota = self.active(turns, step)
+        flat = block.flat(self.cu_seqlens)
+        masked = self.ids[flat] == self.family.mask_id
+        asked = masked
+        if config.revising:  # what was committed counts too, and what was given does not
+            asked = masked | (self.committed_at[flat] >= 0)
+        if not block.even:
+            masked = masked & ~block.repeats()
+            asked = asked & ~block.repeats() if config.revising else masked
+        size = sum(turn.asked for turn in turns)
+        slots = asked.flatten().nonzero_static(size=size).squeeze(1)
+        rows = flat.flatten()[slots]
+        # A window of apd slides: what a position draws must not depend on when it is drafted.
+        noise_step = torch.full_like(rows, 0 if config.rule == "apd" else step)
+        position = block.positions().flatten()[slots]
+        key = (self.requests[slots // block.width], noise_step, position)
+        return Active(turns, block, quota, flat, masked, asked, slots, rows, key)
+
+    def view(self, rows: Sequence[int], lengths: Sequence[int]) -> Packed:
+        """The first `lengths` positions of these rows."""
+        full = [row.length for row in self.rows]
+        if list(rows) == list(range(len(full))) and list(lengths) == full:
+            return Packed(self.ids, self.position_ids, self.cu_seqlens, max(full))
+        first = torch.tensor([0, *full]).cumsum(0).tolist()
+        parts = [torch.arange(first[i], first[i] + n) for i, n in zip(rows, lengths, strict=True)]
+        index = torch.cat(parts).to(self.ids.device, non_blocking=True)
+        edges = torch.tensor([0, *lengths]).cumsum(0).int()
+        return Packed(
+            self.ids[index],
+            self.position_ids[index],
+            edges.to(self.ids.device, non_blocking=True),
+            max(lengths),
+        )
+
+    def responses(self, gen_length: int) -> Tensor:
+        """Response canvas [S, G] of every row."""
+        first = self.cu_seqlens[1:].long() - gen_length
+        return self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
+
+    def final(self, gen_length: int) -> Tensor:
+        """Rows [S] whose text can't change any more."""
+        ends = upload(self.family.end_ids, self.ids.device)
+        return final_rows(self.responses(gen_length), self.family.mask_id, ends)
+
+
+def plan_table(rows: list[Row]) -> Tensor:
+    """Start, stop and quota of every step [S, P, 3]."""
+    longest = max((len(row.plan) for row in rows), default=0)
+    # A row that has no more steps is gone before its padding would be read.
+    plan = [[(t.start, t.stop, t.quota) for t in row.plan] for row in rows]
+    return torch.tensor([row + [(0, 0, 0)] * (longest - len(row)) for row in plan])

@@ -1,0 +1,263 @@
+"""The context modes of decoding: how the active block's hidden states are computed in a step.
+
+exact         every step runs the whole canvas
+cached        on entering a block one pass over the whole canvas, which is its first denoising step
+              and stores all keys and values; then the active rows run alone against those
+prefix        as cached, but the suffix is recomputed with the active rows
+block_causal  the prompt runs once; a block sees the prompt, the blocks before it and itself; when
+              it is finished, one pass with its final tokens stores its keys and values. In a
+              block-causal family the prompt has blocks too: its tail, which shares the first
+              block of the response, runs with that block
+
+S rows, T packed tokens, W width of the active blocks, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from bwsft.decoding.canvas import Canvas, Packed, upload
+from bwsft.decoding.cuda_graphs import GraphedPasses, graphed
+from bwsft.decoding.plan import DecodeConfig, PlannedStep, block_bounds
+from bwsft.models.backbone import Backbone
+from bwsft.models.kv_cache import ContextCache, Span
+from bwsft.training.context_modes import PAD, block_causal_mask, grid_numbers
+
+
+@dataclass
+class DecodeContext:
+    """The context cache of one batch and what it holds; `passes` counts each row's forwards."""
+
+    model: Backbone
+    run: Backbone | GraphedPasses  # where the passes of a step go
+    config: DecodeConfig
+    cache: ContextCache | None
+    passes: list[int]
+    # block_causal: how far each row's cache is final, and the stop of each of its blocks.
+    stored: list[int] = field(default_factory=list)
+    blocks: list[dict[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, model: Backbone, config: DecodeConfig, canvas: Canvas) -> DecodeContext:
+        rows, cache = canvas.rows, None
+        if config.context != "exact":
+            cache = model.new_cache(len(rows), max(row.length for row in rows))
+        run = graphed(model) if config.graphs else model
+        return cls(model, run, config, cache, [0] * len(rows))
+
+    def keep(self, kept: list[int]) -> None:
+        """Retired rows leave the cache, whose buffers are others from then on."""
+        if self.config.graphs:  # with all that was recorded on the old buffers, and its memory
+            self.run = graphed(self.model)
+        index = torch.tensor(kept, dtype=torch.long)
+        if self.cache is not None:
+            self.cache = self.cache.keep(index.to(self.cache.visible.device))
+        self.passes = [self.passes[i] for i in kept]
+        if self.blocks:
+            self.stored = [self.stored[i] for i in kept]
+            self.blocks = [self.blocks[i] for i in kept]
+
+    def hidden(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
+        """The rows that predict the tokens of the active blocks, [S * W, D]."""
+        if self.config.context == "exact":
+            return self.exact(canvas, turns, block)
+        if self.config.context == "block_causal":
+            if not self.blocks:
+                self.prefill(canvas)
+            self.store_finished(canvas, turns)
+            return self.block_pass(canvas, turns, block)
+        every, lengths = self.config.refresh, self.lengths(canvas, turns)
+        entering = [t.number == 0 or bool(every) and t.number % every == 0 for t in turns]
+        parts = []
+        if enter := [i for i, e in enumerate(entering) if e]:
+            parts.append((enter, self.context_pass(canvas, enter, lengths, block)))
+        if rest := [i for i, e in enumerate(entering) if not e]:
+            if self.config.context == "prefix":
+                parts.append((rest, self.suffix_pass(canvas, rest, block, turns, lengths)))
+            else:
+                parts.append((rest, self.active_pass(canvas, rest, block, lengths)))
+        return joined(parts, len(turns), block.width)
+
+    def lengths(self, canvas: Canvas, turns: list[PlannedStep]) -> list[int]:
+        """Positions of every row that are present."""
+        window = self.config.suffix_window
+        return [
+            min(turn.stop + window, row.length)
+            for turn, row in zip(turns, canvas.rows, strict=True)
+        ]
+
+    def exact(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
+        everyone, scale = list(range(len(turns))), self.config.cfg_scale
+        self.count(everyone, 2 if scale else 1)
+        view = canvas.view(everyone, self.lengths(canvas, turns))
+        wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
+        if scale:
+            view, wanted = with_blind_rows(view, wanted, canvas, self.model.family.mask_id)
+        hidden = self.run.hidden_states(*view[:3], max_length=view.max_length, wanted=wanted)
+        if not scale:
+            return hidden
+        # The head is linear: combining its input is combining the logits.
+        seeing, blind = hidden.chunk(2)
+        return (1 + scale) * seeing - scale * blind
+
+    def context_pass(
+        self, canvas: Canvas, rows: list[int], lengths: list[int], block: Span
+    ) -> Tensor:
+        """Compute the context of some rows, at their present state, and store it; the active
+        blocks' hidden states come with it."""
+        self.count(rows)
+        view = canvas.view(rows, [lengths[i] for i in rows])
+        cache, block = self.part(rows, block)
+        wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
+        return self.model.fill(view, cache, wanted)
+
+    def active_pass(
+        self, canvas: Canvas, rows: list[int], block: Span, visible: list[int]
+    ) -> Tensor:
+        """Run the active blocks of some rows, which see the first `visible` slots of each row."""
+        cache, block = self.part(rows, block)
+        return self.span_pass(canvas, rows, block, cache, visible)
+
+    def block_pass(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
+        """block_causal: the active blocks see what is stored and themselves, of the first one also
+        the prompt's tail."""
+        everyone, stops = list(range(len(turns))), [turn.stop for turn in turns]
+        sizes = [stop - stored for stop, stored in zip(stops, self.stored, strict=True)]
+        if sizes == [turn.stop - turn.start for turn in turns]:
+            return self.active_pass(canvas, everyone, block, stops)
+        bounds = upload([*zip(self.stored, sizes, strict=True)], block.start.device)
+        span = Span(*bounds.unbind(1), max(sizes), even=min(sizes) == max(sizes))
+        return self.span_pass(canvas, everyone, span, self.cache, stops, span.places_of(block))
+
+    def suffix_pass(
+        self,
+        canvas: Canvas,
+        rows: list[int],
+        block: Span,
+        turns: list[PlannedStep],
+        lengths: list[int],
+    ) -> Tensor:
+        """As `active_pass`, but all behind the block runs too, up to `lengths` of every row."""
+        cache, block = self.part(rows, block)
+        sizes = [lengths[i] - turns[i].start for i in rows]
+        stop = upload([lengths[i] for i in rows], block.start.device)
+        span = Span(block.start, stop - block.start, max(sizes), even=min(sizes) == max(sizes))
+        return self.span_pass(canvas, rows, span, cache, lengths, span.places_of(block))
+
+    def span_pass(
+        self,
+        canvas: Canvas,
+        rows: list[int],
+        span: Span,
+        cache: ContextCache,
+        visible: list[int],
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        self.count(rows)
+        show(cache, [visible[i] for i in rows])
+        starts = canvas.cu_seqlens[:-1]
+        if cache.rows is not None:
+            starts = starts[cache.rows]
+        span = span.shifted(self.model.family.logit_shift)
+        ids = canvas.ids[starts[:, None].long() + span.positions()]
+        return self.run.active_hidden_states(ids, span, cache, wanted)
+
+    def part(self, rows: list[int], block: Span) -> tuple[ContextCache, Span]:
+        """Cache and active blocks of some rows."""
+        cache = self.cache_of(rows)
+        if cache.rows is None:
+            return cache, block
+        start, length = block.start[cache.rows], block.length[cache.rows]
+        return cache, replace(block, start=start, length=length)
+
+    def cache_of(self, rows: list[int]) -> ContextCache:
+        if len(rows) == len(self.passes):
+            return self.cache
+        return self.cache.at(upload(rows, self.cache.visible.device))
+
+    def count(self, rows: list[int], passes: int = 1) -> None:
+        for i in rows:
+            self.passes[i] += passes
+
+    def prefill(self, canvas: Canvas) -> None:
+        """block_causal: store the prompts, each bidirectional in itself, as in training; of a
+        block-causal family their whole blocks, which see no later ones."""
+        family, size = self.model.family, self.config.block_size
+        self.stored = [len(row.prompt) for row in canvas.rows]
+        bounds = [block_bounds(n, self.config, family.block_origin) for n in self.stored]
+        if family.attention == "block_causal":
+            self.stored = [n - n % size for n in self.stored]
+        self.blocks = [
+            {start: first[0][1], **dict(first[1:])}
+            for start, first in zip(self.stored, bounds, strict=True)
+        ]
+        if not (rows := [i for i, n in enumerate(self.stored) if n]):
+            return
+        self.count(rows)
+        view = canvas.view(rows, [self.stored[i] for i in rows])
+        if family.attention == "block_causal":
+            numbers = [grid_numbers(self.stored[i], size) for i in rows]
+            padded = pad_sequence(numbers, batch_first=True, padding_value=PAD)
+            mask = block_causal_mask(padded.to(view.ids.device))
+            self.model.fill(view, self.cache_of(rows), mask=mask)
+        else:
+            last = view.cu_seqlens[1:, None].long() - 1  # what comes out is not used
+            self.model.fill(view, self.cache_of(rows), last)
+
+    def store_finished(self, canvas: Canvas, turns: list[PlannedStep]) -> None:
+        """block_causal: store the blocks before the active ones, with their final tokens."""
+        while True:
+            stops = [blocks[n] for blocks, n in zip(self.blocks, self.stored, strict=True)]
+            if not (rows := [i for i, turn in enumerate(turns) if stops[i] <= turn.start]):
+                return
+            sizes = [stops[i] - self.stored[i] for i in rows]
+            bounds = upload([(self.stored[i], stops[i]) for i in rows], canvas.ids.device)
+            start, stop = bounds.unbind(1)
+            block = Span(start, stop - start, max(sizes), even=min(sizes) == max(sizes))
+            # Keys and values are all that counts: one row through the rest of the last layer.
+            first = torch.arange(len(rows), device=start.device)[:, None] * block.width
+            self.span_pass(canvas, rows, block, self.cache_of(rows), stops, first)
+            for i in rows:
+                self.stored[i] = stops[i]
+
+
+def show(cache: ContextCache, visible: list[int]) -> None:
+    most = max(visible)
+    if min(visible) == most:
+        cache.show(most)
+    else:
+        cache.show(upload(visible, cache.visible.device), most)
+
+
+def joined(parts: list[tuple[list[int], Tensor]], num_rows: int, width: int) -> Tensor:
+    """Hidden states of groups of rows, [rows * W, D] each, in the rows' order [S * W, D]."""
+    if len(parts) == 1:
+        return parts[0][1]
+    order = upload([i for rows, _ in parts for i in rows], parts[0][1].device)
+    both = torch.cat([hidden.unflatten(0, (-1, width)) for _, hidden in parts])
+    return torch.empty_like(both).index_copy_(0, order, both).flatten(0, 1)
+
+
+def with_blind_rows(
+    view: Packed, wanted: Tensor, canvas: Canvas, mask_id: int
+) -> tuple[Packed, Tensor]:
+    """The rows, and behind them the same rows with their prompts masked; the wanted rows of both.
+    Given tokens of the response stay."""
+    prompts = upload([len(row.prompt) for row in canvas.rows], view.ids.device)
+    owner = torch.repeat_interleave(
+        torch.arange(len(canvas.rows), device=view.ids.device),
+        view.cu_seqlens.diff().long(),
+        output_size=len(view.ids),
+    )
+    blind = view.ids.masked_fill(view.position_ids < prompts[owner], mask_id)
+    both = Packed(
+        torch.cat([view.ids, blind]),
+        view.position_ids.repeat(2),
+        torch.cat([view.cu_seqlens, view.cu_seqlens[1:] + len(view.ids)]),
+        view.max_length,
+    )
+    return both, torch.cat([wanted, wanted + len(view.ids)])

@@ -1,0 +1,287 @@
+"""A loaded model with everything that turns a question into an answer, for the commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from tqdm import tqdm
+
+from bwsft import presets
+from bwsft.checkpoints.resolve import Trained, load_trained
+from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.decoding.generate import Generation, decode_stream
+from bwsft.decoding.plan import DecodeConfig, Rule
+from bwsft.decoding.request import check_request
+from bwsft.evaluation.pass_at_1 import Decode, Decoded
+from bwsft.models.backbone import check_context
+
+if TYPE_CHECKING:  # it needs transformers, and most rules do without
+    from bwsft.models.verifier import Verifier
+
+FROM_TRAINING = ("gen_length", "block_size", "context")
+NEED_CONTEXT = ("refresh", "cfg_scale", "suffix")
+
+
+@dataclass(frozen=True)
+class DecoderOptions:
+    """How a model decodes; what is left out comes from its training."""
+
+    tokenizer: str | None = None
+    """Tokenizer folder or Hub id; default: the model's own."""
+    template: Literal["metamath", "chat", "none"] | None = None
+    """Text around a prompt; default: what the model was trained with, else metamath."""
+    gen_length: int | None = None
+    """Response positions of the canvas; default: the model's training, else 128."""
+    block_size: int | None = None
+    """Tokens in a block; default: the model's training, else 32."""
+    context: Literal["exact", "cached", "prefix", "block_causal"] | None = None
+    """Context mode; default: the one the model was trained in, exact for a foreign model."""
+    refresh: int = 0
+    """Recompute the context of a block every so many steps (cached, prefix); 0: on entering it."""
+    steps: int | None = None
+    """Denoising steps for the whole canvas; default: one per token. Rules with planned steps."""
+    rule: Rule = "quota"
+    """Which tokens a step commits (docs/decoders.md): an even share, all that the model is sure
+    of, ..."""
+    threshold: float | None = None
+    """Rules threshold, edit: least confidence; default 0.9."""
+    factor: float | None = None
+    """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
+    entropy_bound: float | None = None
+    """Rule entropy: sum of the committed tokens' entropies in nats; default 0.35."""
+    clip: tuple[float, float] | None = None
+    """Rule first_hitting: mask rates that the model was trained with; default: one token a step."""
+    schedule: Literal["linear", "cosine"] | None = None
+    """Rule routed: share of [MASK]s after each step; default linear."""
+    revise: Literal["never", "cond", "uncond"] | None = None
+    """Rule routed: whether committed tokens may become [MASK] again; default never."""
+    order_noise: float | None = None
+    """Rule routed: Gumbel noise on the order of the tokens, times this; default 0."""
+    edit_threshold: float | None = None
+    """Rule edit: least confidence for replacing a token; default 0.9."""
+    post_steps: int | None = None
+    """Rule edit: most steps of a block after its last [MASK]; default 16."""
+    mixture: float | None = None
+    """Rule apd: weight R of the model's logits, the verifier has the rest; default 0.7."""
+    lookahead: int | None = None
+    """Rule apd: positions M that are drafted in a step; default 100."""
+    kv_window: int | None = None
+    """Rule apd: a step computes the last draft and W - 1 positions before it anew; default: all."""
+    verifier: str | None = None
+    """Rule apd: folder or Hub id of a causal LM with the model's vocabulary."""
+    order: Literal["confidence", "margin", "entropy", "random", "left"] | None = None
+    """Which tokens go first; default: confidence, under rule entropy entropy."""
+    cfg_scale: float = 0.0
+    """Classifier-free guidance away from the answer without a prompt (exact); twice the cost."""
+    min_length: int = 0
+    """No end token before so many tokens."""
+    suffix: int | Literal["all", "absent"] = "all"
+    """[MASK] positions behind the active block that the model sees (exact, prefix)."""
+    temperature: float = 0.0
+    """0: the most probable token at every step; above: samples."""
+    seed: int = 0
+    """Seed of the samples; an answer does not depend on batch size or on the other prompts."""
+    batch_size: int = 8
+    """Prompts decoded together."""
+    graphs: bool = False
+    """CUDA: launch each forward of a step as one recorded graph."""
+    fused_ops: Literal["auto", "on", "off"] = "auto"
+    """Norms, rotary embedding and SwiGLU of the native LLaDA in one kernel each; auto: on CUDA."""
+    device: str = "auto"
+    """auto: a CUDA device if there is one, else the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU."""
+
+
+def make_decoder(model: str | None, options: DecoderOptions) -> Decode:
+    """What bwsft.evaluation.pass_at_1 decodes with: a function from questions to `Decoded`, in
+    order. The model is loaded here; None is the embedded base."""
+    decoder = Decoder.load(model, options)
+
+    def decode(questions: list[str]) -> Sequence[Decoded]:
+        return [
+            Decoded(decoder.text(found.tokens), len(found.tokens), found.ended)
+            for found in decoder.answers(decoder.encode(questions))
+        ]
+
+    return decode
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A loaded model with everything that turns a question into an answer."""
+
+    trained: Trained
+    template: Template
+    config: DecodeConfig
+    verifier: Verifier | None = None
+
+    @classmethod
+    def load(cls, model: str | None, options: DecoderOptions) -> Decoder:
+        settings = chosen_settings(options)
+        dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+        trained = load_trained(
+            model, tokenizer=options.tokenizer, device=options.device, dtype=dtype
+        )
+        trained.backbone.set_fused_ops(options.fused_ops)
+        training = training_config(model, trained)
+        if trained.backbone.family.attention == "block_causal":  # it can decode in no other mode
+            settings.setdefault("context", "block_causal")
+        for name in FROM_TRAINING:
+            settings.setdefault(name, training.get(name, getattr(DecodeConfig, name)))
+        check_context(trained.backbone.family, settings["context"])
+        made_for, size = training.get("block_size"), settings["block_size"]
+        if trained.backbone.family.attention == "block_causal" and made_for not in (None, size):
+            print(f"the model was made for blocks of {made_for}, not {size}", file=sys.stderr)
+        if hint := context_hint(training.get("context"), settings["context"]):
+            print(hint, file=sys.stderr)
+        config = DecodeConfig(**settings)
+        verifier = options.verifier and load_verifier_for(trained, options.verifier)
+        name = options.template or training.get("dataset", {}).get("template", "metamath")
+        return cls(trained, Template(trained.tokenizer, name), config, verifier)
+
+    def encode(self, questions: list[str]) -> list[list[int]]:
+        """Token ids of the prompts; ValueError for one that the model cannot take."""
+        prompts = self.template.encode_prompts(questions)
+        family = self.trained.backbone.family
+        check_request(prompts, range(len(prompts)), family, self.config)
+        return prompts
+
+    def answers(
+        self, prompts: list[list[int]], skip: int = 0, trace: bool = False
+    ) -> Iterator[Generation]:
+        """Decode the prompts behind the first `skip`, in order, with a progress bar. ValueError if
+        the model produces NaN."""
+        numbers = range(len(prompts))
+        options = {"trace": trace, "requests": numbers[skip:], "verifier": self.verifier}
+        found = decode_stream(self.trained.backbone, prompts[skip:], self.config, **options)
+        options = {"total": len(prompts), "initial": skip, "disable": len(prompts) == 1}
+        bar = tqdm(found, "decoding", unit=" prompts", smoothing=0, **options)
+        try:
+            yield from in_order(bar)
+        except FloatingPointError as error:
+            raise ValueError(f"{error} (--dtype float32)") from error
+
+    def text(self, tokens: list[int]) -> str:
+        return self.trained.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def trace_record(self, generation: Generation) -> dict:
+        """A generation's history as JSON: `commits` are [step, position, token, confidence]."""
+        pieces = {commit.token: self.trained.tokenizer.decode([commit.token])
+                  for commit in generation.trace}  # fmt: skip
+        return {
+            "gen_length": self.config.gen_length,
+            "block_size": self.config.block_size,
+            "tokens": pieces,
+            "commits": [list(commit) for commit in generation.trace],
+        }
+
+    def digest(self) -> str:
+        """12 hex digits that change with whatever decides an answer."""
+        settings = dataclasses.asdict(self.config) | {
+            "model": place_of(self.trained.folder),
+            "template": self.template.name,
+            "dtype": str(self.trained.backbone.head()[0].dtype),
+            "end_ids": self.trained.backbone.family.end_ids,
+        }
+        if self.verifier:
+            settings["verifier"] = place_of(self.verifier.name)
+        del settings["batch_size"], settings["graphs"]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def place_of(model: str | Path) -> str:
+    """A folder's absolute path, or a Hub id as it is."""
+    folder = Path(model)
+    return str(folder.resolve() if folder.exists() else folder)
+
+
+def training_config(model: str | None, trained: Trained) -> dict:
+    """What is known of the config that the model was trained with: all of a run's, the block size
+    that SDAR's config.json names. The embedded base is made for the debug preset."""
+    if trained.state:
+        return trained.state["config"]
+    if model is None:
+        return dataclasses.asdict(presets.debug())
+    size = getattr(trained.backbone.base_model.config, "block_size", None)
+    return {} if size is None else {"block_size": size}
+
+
+def load_verifier_for(trained: Trained, path: str) -> Verifier:
+    """The causal LM in a folder or of a Hub id, in the model's dtype and on its device; ValueError
+    if its token ids mean other tokens."""
+    from bwsft.models.verifier import load_verifier
+
+    ours, theirs = trained.tokenizer, load_tokenizer(path).get_vocab()
+    added = ours.get_added_vocab()  # such as [MASK], which it need not know
+    other = [
+        (number, token) for token, number in ours.get_vocab().items()
+        if theirs.get(token, number if token in added else None) != number
+    ]  # fmt: skip
+    if other:
+        number, token = min(other)
+        raise ValueError(
+            f"--verifier {path} has another vocabulary: {token!r} is {theirs.get(token)} there "
+            f"and {number} in the model's"
+        )
+    weight = trained.backbone.head()[0]
+    return load_verifier(path, dtype=weight.dtype, device=weight.device)
+
+
+def check_verifier_option(options: DecoderOptions) -> None:
+    if options.verifier and options.rule != "apd":
+        raise ValueError(f"--verifier belongs to rule apd, and the rule is {options.rule}")
+    if options.rule == "apd" and not options.verifier and options.mixture != 1:
+        raise ValueError("--rule apd needs --verifier DIR, a causal LM with the model's vocabulary")
+
+
+def chosen_settings(options: DecoderOptions) -> dict:
+    """The fields of DecodeConfig that the options set; ValueError for those that can't be, found
+    before a large model is read as far as no default comes from its training."""
+    check_verifier_option(options)
+    names = {f.name for f in dataclasses.fields(DecodeConfig)}
+    settings = {name: value for name, value in vars(options).items() if name in names}
+    settings = {k: v for k, v in settings.items() if v is not None or k not in FROM_TRAINING}
+    known = dict(settings)
+    if not {"gen_length", "block_size"} <= settings.keys():  # one that the other options fit
+        size = max(options.steps or 1, options.min_length, 1)
+        known |= {"gen_length": size, "block_size": size}
+    if "context" not in settings:
+        known = {name: value for name, value in known.items() if name not in NEED_CONTEXT}
+    DecodeConfig(**known)
+    return settings
+
+
+def context_hint(trained: str | None, chosen: str) -> str | None:
+    """What a user should know of a context mode, in a line."""
+    if trained is None:
+        return (
+            "the model does not say how it was trained: decoding with --context exact; --context "
+            "prefix is faster and approximate"
+            if chosen == "exact"
+            else None
+        )
+    if chosen == trained or (trained, chosen) == ("exact", "prefix"):
+        return None
+    return f"the model was trained with --context {trained} and decodes with {chosen}"
+
+
+def in_order(results: Iterator[tuple[int, Generation]]) -> Iterator[Generation]:
+    """Results by index, each as soon as those before it are there."""
+    waiting: dict[int, Generation] = {}
+    following = 0
+    for index, result in results:
+        waiting[index] = result
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1

@@ -1,0 +1,101 @@
+"""What a decoder is asked for: prompts and given tokens, checked and planned."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+
+from bwsft.decoding.adaptive_parallel import WindowRow, windows
+from bwsft.decoding.canvas import Row
+from bwsft.decoding.plan import DecodeConfig, plan_row
+from bwsft.models.backbone import Family, check_context
+
+Given = Sequence[int | None] | None
+
+
+def make_rows(
+    prompts: Sequence[Sequence[int]],
+    canvases: Sequence[Given] | None,
+    requests: Sequence[int],
+    family: Family,
+    config: DecodeConfig,
+) -> list[Row]:
+    """Checked and planned rows, one per prompt."""
+    check_request(prompts, requests, family, config)
+    canvases = [None] * len(prompts) if canvases is None else canvases
+    if len(canvases) != len(prompts):
+        raise ValueError(f"{len(canvases)} canvases for {len(prompts)} prompts")
+    rows = []
+    for i, (prompt, canvas) in enumerate(zip(prompts, canvases, strict=True)):
+        response = response_of(canvas or (), i, family, config)
+        given = [p for p, token in enumerate(response) if token != family.mask_id]
+        if config.rule == "apd":
+            kind, plan = WindowRow, windows(len(prompt), config, given)
+        else:
+            shape = (len(prompt), config, family.block_origin)
+            kind, plan = Row, plan_row(*shape, given, requests[i])
+        rows.append(kind(i, requests[i], [int(token) for token in prompt], response, plan))
+    return rows
+
+
+def response_of(canvas: Given, i: int, family: Family, config: DecodeConfig) -> list[int]:
+    """A response canvas with [MASK] where nothing is given; ValueError for a bad one."""
+    if isinstance(canvas, str) or len(canvas) > config.gen_length:
+        raise ValueError(
+            f"canvas {i} must be a list of token ids and None, of at most gen_length = "
+            f"{config.gen_length} positions"
+        )
+    response = [family.mask_id] * config.gen_length
+    for position, token in enumerate(canvas):
+        if token is None:
+            continue
+        token = operator.index(token)
+        if not 0 <= token < family.vocab_size or token == family.mask_id:
+            raise ValueError(f"canvas {i} gives {token} at position {position}: no token id")
+        response[position] = token
+    return response
+
+
+def check_request(prompts, requests, family: Family, config: DecodeConfig) -> None:
+    """Raise ValueError naming the first prompt, or the setting, that the model cannot take."""
+    if len(requests) != len(prompts):
+        raise ValueError(f"{len(requests)} request numbers for {len(prompts)} prompts")
+    for token in config.banned_ids:
+        if not 0 <= token < family.vocab_size:
+            raise ValueError(f"banned_ids has {token}, outside [0, {family.vocab_size})")
+    ends = family.end_ids if config.min_length else ()
+    if len({*config.banned_ids, *ends, family.mask_id}) >= family.vocab_size:
+        raise ValueError("banned_ids leave no token to produce")
+    check_modes(family, config)
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+            raise ValueError(f"prompt {i} is {type(prompt).__name__}: give lists of token ids")
+        total = len(prompt) + config.gen_length
+        if total > family.max_positions:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens: with gen_length {config.gen_length} that "
+                f"is {total}, more than the model's {family.max_positions} positions"
+            )
+        if family.mask_id in prompt:
+            raise ValueError(f"prompt {i} contains the [MASK] id {family.mask_id}")
+        if len(prompt) and not 0 <= min(prompt) <= max(prompt) < family.vocab_size:
+            raise ValueError(f"prompt {i} has a token id outside [0, {family.vocab_size})")
+        if len(prompt) < family.logit_shift:
+            raise ValueError(f"prompt {i} is empty, but this model predicts from the token before")
+
+
+def check_modes(family: Family, config: DecodeConfig) -> None:
+    """Raise ValueError for a context mode or guidance that the family cannot have, and warn of a
+    context that training has not seen."""
+    check_context(family, config.context)
+    if config.context == "block_causal" and family.logit_shift:
+        raise ValueError("context block_causal needs a model that predicts each token at its place")
+    if config.cfg_scale and family.softcap is not None:
+        raise ValueError("cfg_scale needs a linear head, and this model caps its logits")
+    if config.context == "cached" and 0 < config.refresh < config.block_size:
+        warnings.warn(
+            f"refresh {config.refresh} recomputes the context inside a block of "
+            f"{config.block_size}, where cached training never does",
+            stacklevel=2,
+        )

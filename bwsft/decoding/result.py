@@ -1,0 +1,113 @@
+"""What decoding hands out: a row's response, and every token as it is committed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from bwsft.decoding.canvas import Canvas
+from bwsft.decoding.context import DecodeContext
+
+
+class Commit(NamedTuple):
+    """A token that was put in its place: denoising step and response position, both from 0. It is
+    final, or under a revising rule until a later commit at the same position."""
+
+    step: int
+    position: int
+    token: int
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One decoded response."""
+
+    tokens: list[int]
+    """Committed tokens before the end token."""
+    ended: bool
+    """An end token was produced; otherwise the canvas was too short."""
+    steps: int
+    """Denoising steps of this row."""
+    trace: list[Commit] = field(default_factory=list)
+    """On request, everything that was committed, in order, also from the end token on; under a
+    revising rule also what was replaced or taken back later."""
+    passes: int = 0
+    """Forward passes that this row took part in: as many as steps, and those of block_causal
+    context or of guidance; those of a verifier do not count."""
+
+
+OnCommit = Callable[[int, list[Commit]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did."""
+
+    nan: Tensor  # 0-dim bool
+    taken: Tensor  # [S, B] bool: slots of the active blocks that got their token
+    flat: Tensor  # [S, B] their places in the canvas
+    replaced: Tensor | None = None  # [S, B] bool, a revising rule: taken slots that had a token
+
+
+class History:
+    """All commits of every row, under a revising rule: the canvas knows the last one at each
+    position only."""
+
+    def __init__(self, on_commit: OnCommit | None):
+        self.commits: dict[int, list[Commit]] = defaultdict(list)
+        self.on_commit = on_commit
+
+    def add(self, index: int, commits: list[Commit]) -> None:
+        self.commits[index] += commits
+        if self.on_commit:
+            self.on_commit(index, commits)
+
+
+def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> None:
+    """Tell the callback what the step committed."""
+    taken, flat = outcome.taken.tolist(), outcome.flat
+    edges = canvas.cu_seqlens.tolist()
+    columns = [x.tolist() for x in (flat, canvas.ids[flat], canvas.confidence[flat])]
+    for row, start, marks, *values in zip(canvas.rows, edges[:-1], taken, *columns, strict=True):
+        first = start + len(row.prompt)
+        commits = [
+            Commit(step, place - first, token, confidence)
+            for mark, place, token, confidence in zip(marks, *values, strict=True) if mark
+        ]  # fmt: skip
+        if commits:
+            on_commit(row.index, commits)
+
+
+def harvest(
+    canvas: Canvas,
+    done: list[bool],
+    steps: int,
+    context: DecodeContext,
+    trace: bool,
+    history: History | None = None,
+) -> Iterator[tuple[int, Generation]]:
+    """The results of the rows that are done."""
+    lengths, config = [row.length for row in canvas.rows], context.config
+    columns = [c.split(lengths) for c in (canvas.ids, canvas.committed_at, canvas.confidence)]
+    for row, is_done, passes, *values in zip(
+        canvas.rows, done, context.passes, *columns, strict=True
+    ):
+        if not is_done:
+            continue
+        ids, at, confidence = (c[-config.gen_length :].tolist() for c in values)
+        end = next((i for i, token in enumerate(ids) if token in canvas.family.end_ids), None)
+        own = steps
+        if config.stop_at_end and end is not None and not config.revising:
+            own = 1 + max(at[: end + 1])  # it may have been final before the last poll
+        commits = []
+        if history:
+            commits = history.commits.pop(row.index, [])
+        elif trace:
+            places = zip(at, range(config.gen_length), ids, confidence, strict=True)
+            commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)
+        yield row.index, Generation(ids[:end], end is not None, own, commits, passes)

@@ -1,0 +1,224 @@
+"""The files that an evaluation reads, brought into one shape: references and outputs.
+
+JSONL, a JSON list, or an object with a list under "generations" (the d1 repository's format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from bwsft.evaluation.answers import (
+    format_number,
+    numbers_equal,
+    reference_answer,
+    single_number,
+    split_end,
+)
+from bwsft.evaluation.math_equality import same_spelling
+from bwsft.utils import strict_json
+
+QUESTION_FIELDS = ("question", "query", "problem", "prompt")
+OUTPUT_FIELDS = ("output", "outputs", "generation", "generations", "completion", "response")
+TRUTH_FIELDS = ("ground_truth", "reference", "answer", "target")
+ANSWER_FIELDS = ("answer", "response", "ground_truth", "reference", "solution")
+_NOTES = ("truncated", "tokens", "sample")
+_QUOTES = str.maketrans("‘’‛′“”„", "''''\"\"\"")
+
+
+@dataclass(frozen=True)
+class Output:
+    """One generated text; `tokens` and `truncated` are None where the source doesn't say."""
+
+    question: str
+    text: str
+    reference: str | None = None
+    tokens: int | None = None
+    truncated: bool | None = None
+
+
+def question_key(question: str) -> str:
+    """What questions are joined by: Unicode NFKC, straight quotes, single spaces."""
+    return " ".join(unicodedata.normalize("NFKC", question.translate(_QUOTES)).split())
+
+
+def _number_text(token: str) -> str:
+    """A JSON float as its shortest exact text, so that 18.0 reads "18" and 0.1 stays 0.1."""
+    if not math.isfinite(float(token)) or len(token) > 400:
+        raise ValueError(f"{token[:40]} is no number of a sensible size")
+    # An exact 1e-999999999 has a billion digits, and no float below 1e-330 differs from 0.
+    return format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
+
+
+def _document(text: str, path: Path, line: int = 1):
+    def refuse(name: str):
+        raise ValueError(f"{name} is no JSON value")
+
+    try:
+        return strict_json.parse(text, parse_float=_number_text, parse_constant=refuse)
+    except ValueError as error:
+        cause = error.__cause__
+        if isinstance(cause, json.JSONDecodeError):
+            place = f"{path}:{line + cause.lineno - 1}:{cause.colno}"
+            raise ValueError(f"{place}: not valid JSON ({cause.msg})") from error
+        raise ValueError(f"{path}:{line}: {str(error).removeprefix('is ')}") from error
+
+
+def read_records(path: Path | str) -> tuple[list[dict], dict]:
+    """The records of a file, and the scalars beside a "generations" list (settings of that run).
+
+    JSON floats arrive as exact text. FileNotFoundError, or ValueError with the place.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    found, header = _records_of(text, path)
+    for number, record in enumerate(found, 1):
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}: record {number} is a {type(record).__name__}, not an object")
+    if not found:
+        raise ValueError(f"{path}: holds no records")
+    return found, header
+
+
+def _records_of(text: str, path: Path) -> tuple[list, dict]:
+    # Lines that each start an object are JSONL; an object printed over several lines is not.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if path.suffix == ".jsonl" or (len(lines) > 1 and all(s.startswith("{") for _, s in lines)):
+        return [_document(line, path, number) for number, line in lines], {}
+    document = _document(text, path)
+    if isinstance(document, list):
+        return document, {}
+    if isinstance(document, dict):
+        if any(field in document for field in QUESTION_FIELDS):
+            return [document], {}
+        if isinstance(document.get("generations"), list):
+            header = {k: v for k, v in document.items() if isinstance(v, (str, int))}
+            return document["generations"], header
+    raise ValueError(f'{path}: needs JSONL, a list, or an object with a list under "generations"')
+
+
+def _pick(record: dict, fields: Iterable[str]):
+    """The first of the fields that the record fills, and its name."""
+    return next(((record[f], f) for f in fields if record.get(f) is not None), (None, None))
+
+
+def _needed(record: dict, what: str, fields: tuple[str, ...], place: str):
+    value, name = _pick(record, fields)
+    if name is None:
+        raise ValueError(f"{place} has no {what}: it needs one of {', '.join(fields)} "
+                         f"and has {', '.join(record)[:200] or 'nothing'}")
+    return value, name
+
+
+def _question(record: dict, place: str) -> tuple[str, str]:
+    value, name = _needed(record, "question", QUESTION_FIELDS, place)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{place}: field {name} must be a question's text")
+    return value, name
+
+
+def _reference(value, task: str, place: str) -> str | None:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ValueError(f"{place}: a reference must be text or a number, got {value!r:.60}")
+    reference = reference_answer(str(value), task)
+    if task == "gsm8k" and single_number(reference) is None:
+        raise ValueError(f"{place}: reference {reference[:60]!r} is no number; "
+                         "for LaTeX answers use --task math")
+    return reference
+
+
+def _typed(record: dict, field: str, kind: type):
+    return record.get(field) if type(record.get(field)) is kind else None
+
+
+def read_references(path: Path | str, task: str) -> dict[str, tuple[str, str]]:
+    """question_key -> (question, reference answer) of a GSM8K-, MetaMath- or MATH-shaped file."""
+    references: dict[str, tuple[str, str]] = {}
+    for number, record in enumerate(read_records(path)[0], 1):
+        place = f"{path}: record {number}"
+        question, _ = _question(record, place)
+        answer, _ = _needed(record, "answer", ANSWER_FIELDS, place)
+        reference = _reference(answer, task, place)
+        if reference is None:
+            raise ValueError(f"{place} has an empty answer")
+        known = references.setdefault(question_key(question), (question, reference))
+        if known[1] != reference:
+            raise ValueError(f"{place} repeats a question with another answer: "
+                             f"{reference!r} here, {known[1]!r} before")
+    return references
+
+
+def read_outputs(path: Path | str, task: str) -> tuple[list[Output], dict, list[str]]:
+    """The outputs of a file in order, its header, and the names of fields that nobody reads.
+
+    A list of outputs, or a repeated question, gives several samples of one question.
+    """
+    records, header = read_records(path)
+    outputs: list[Output] = []
+    unused: dict[str, None] = {}
+    for number, record in enumerate(records, 1):
+        place = f"{path}: record {number}"
+        question, question_name = _question(record, place)
+        texts, output_name = _needed(record, "output", OUTPUT_FIELDS, place)
+        truth, truth_name = _pick(record, TRUTH_FIELDS)
+        texts = texts if isinstance(texts, list) else [texts]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{place}: field {output_name} must be text or a list of texts")
+        reference = _reference(truth, task, place)
+        tokens, truncated = _typed(record, "tokens", int), _typed(record, "truncated", bool)
+        outputs += [Output(question, text, reference, tokens, truncated) for text in texts]
+        used = {question_name, output_name, truth_name, *TRUTH_FIELDS, *_NOTES}
+        unused.update(dict.fromkeys(name for name in record if name not in used))
+    return outputs, header, list(unused)
+
+
+def join(outputs: list[Output], references: dict | None) -> tuple[list[Output], int]:
+    """Outputs with end tokens cut, truncation settled and references filled in from `references`.
+
+    `references` beats the outputs' own truths; the second value counts where both exist and
+    differ as numbers and as text (rounded or damaged truths). A missing reference stays None.
+
+    Truncation: what the source says; else, if any output of the set carries an end token, the
+    outputs without one; else unknown.
+    """
+    split = [split_end(output.text) for output in outputs]
+    marked = any(ended for _, ended in split)
+    joined, conflicts = [], 0
+    for output, (text, ended) in zip(outputs, split, strict=True):
+        truncated = output.truncated
+        if truncated is None and marked:
+            truncated = not ended
+        reference = output.reference
+        if references is not None:
+            _, reference = references.get(question_key(output.question), (None, None))
+            conflicts += bool(reference and output.reference) and not (
+                numbers_equal(reference, output.reference)
+                or same_spelling(reference, output.reference))
+        joined.append(replace(output, text=text, reference=reference, truncated=truncated))
+    return joined, conflicts
+
+
+def refuse_foreign(path: Path, run: str) -> None:
+    """ValueError if `path` exists and is not a result of the settings whose digest is `run`."""
+    if not path.exists():
+        return
+    found = None
+    if path.is_file():
+        with open(path, encoding="utf-8", errors="replace") as file:
+            found = re.match(r'\{\s*"run": "([0-9a-f]{12})"', file.read(100))
+    if found is None or found[1] != run:
+        raise ValueError(f"{path} exists and was not written with these settings: "
+                         "name another file, or delete it first")

@@ -1,0 +1,240 @@
+"""bwsft models in EleutherAI's lm-evaluation-harness, as model "bwsft".
+
+    python -m bwsft.lm_eval_model run --model bwsft --tasks gsm8k \\
+        --model_args pretrained=RUN_OR_FOLDER,template=metamath,context=cached
+
+is the harness' own command line with this model known to it; `import bwsft.evaluation.lm_eval`
+does the same for `lm_eval.simple_evaluate(model="bwsft", ...)`. Needs `pip install bwsft[lm-eval]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bwsft.data.chat_template import Template
+from bwsft.decoding.generate import generate
+from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.plan import DecodeConfig
+from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    raise ImportError(
+        "lm-evaluation-harness is not installed: pip install 'bwsft[lm-eval]'"
+    ) from error
+
+logger = logging.getLogger(__name__)
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+DECODING = {field.name for field in dataclasses.fields(DecodeConfig)}
+OPTIONS = {field.name for field in dataclasses.fields(DecoderOptions)}
+BATCH = DecoderOptions.batch_size
+
+
+@register_model("bwsft")
+class BwsftLM(TemplateLM):
+    """A run folder, checkpoint, model folder or Hub id (`pretrained`; None: the embedded LLaDA).
+
+    draws, estimator, likelihood_seed: as in likelihood.py. blockwise: likelihoods block by block
+    with the decoder's block size and canvas, not of the whole continuation in any order. greedy:
+    also decode, to tell whether a continuation is the one that decoding gives (one pass per token;
+    False says so of none). template: none is the text as the harness made it, special tokens of
+    --apply_chat_template included; metamath and chat put the model's training prompt around it.
+    Every other option is one of `bwsft generate` (DecoderOptions). ValueError for an unknown one.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        *,
+        draws: int = LikelihoodConfig.draws,
+        estimator: str = LikelihoodConfig.estimator,
+        likelihood_seed: int = 0,
+        blockwise: bool = False,
+        greedy: bool = True,
+        **options: Any,
+    ):
+        super().__init__()
+        options.pop("max_batch_size", None)  # the harness' bound of its batch size search
+        if options.get("batch_size") == "auto":
+            raise ValueError("batch_size auto is not supported: give a number of prompts")
+        options["batch_size"] = int(options.get("batch_size", BATCH))
+        options.setdefault("template", "none")
+        if str(options.get("device")).startswith("cuda") and not torch.cuda.is_available():
+            options["device"] = "cpu"  # the harness' command line says cuda:0 unless told otherwise
+        _known(options, OPTIONS, "model_args")
+        self.decoder = Decoder.load(pretrained, DecoderOptions(**options))
+        if self.decoder.config.context != "exact":
+            logger.warning(
+                "answers are decoded under context %s, likelihoods are bounds under context exact",
+                self.decoder.config.context,
+            )
+        self.tokenizer = self.decoder.trained.tokenizer
+        self.family = self.decoder.trained.backbone.family
+        self.greedy = greedy
+        self.likelihood = LikelihoodConfig(
+            draws=draws,
+            estimator=estimator,
+            block_size=self.decoder.config.block_size if blockwise else None,
+            gen_length=self.decoder.config.gen_length,
+            seed=likelihood_seed,
+            batch_size=self.decoder.config.batch_size,
+        )
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.family.eos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.decoder.trained.folder.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Special tokens in the text count; none is added, as in training."""
+        return self.tokenizer(string, add_special_tokens=bool(add_special_tokens))["input_ids"]
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def _prompt(self, context: str) -> list[int]:
+        template: Template = self.decoder.template
+        if template.name == "none":
+            return self.tok_encode(context)
+        return template.encode_prompts([context])[0]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if self.decoder.template.name == "none":
+            return super()._encode_pair(context, continuation)
+        return self._prompt(context), self.tok_encode(continuation)  # apart, as in training
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Decoded texts, cut before the first of each request's `until` strings. Requests with the
+        same gen_kwargs are decoded together."""
+        found: list[str | None] = [None] * len(requests)
+        groups: dict[tuple, list[int]] = {}
+        wishes = [decoding_of(request.args[1], self.decoder.config) for request in requests]
+        for i, (config, limit, _) in enumerate(wishes):
+            groups.setdefault((config, limit), []).append(i)
+        for (config, limit), members in groups.items():
+            room = self.family.max_positions - config.gen_length
+            prompts = [tail(self._prompt(requests[i].args[0]), room) for i in members]
+            answers = dataclasses.replace(self.decoder, config=config).answers(prompts)
+            for i, answer in zip(members, answers, strict=True):
+                text = cut(self.decoder.text(answer.tokens[:limit]), wishes[i][2])
+                found[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [self._fit(prompt, response) for _, prompt, response in requests]
+        estimates = log_likelihoods(self.decoder.trained.backbone, pairs, self.likelihood)
+        results = []
+        for (texts, *_), pair, found in zip(requests, pairs, estimates, strict=True):
+            results.append((found.value, self.greedy and self._is_greedy(*pair)))
+            self.cache_hook.add_partial("loglikelihood", texts, results[-1])
+        return results
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The sum over windows that do not overlap, each behind the token before it, the first
+        behind the end token, a short last one behind as many tokens as fit."""
+        windows, owner = [], []
+        most = self.family.max_positions - self._behind() - 1
+        for number, request in enumerate(requests):
+            for pair in utils.get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.eot_token_id, most, context_len=1
+            ):
+                windows.append(utils.make_disjoint_window(pair))
+                owner.append(number)
+        totals = [0.0] * len(requests)
+        estimates = log_likelihoods(self.decoder.trained.backbone, windows, self.likelihood)
+        for number, found in zip(owner, estimates, strict=True):
+            totals[number] += found.value
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _behind(self) -> int:
+        """Positions that blockwise scoring may need behind a response."""
+        config = self.likelihood
+        return 0 if config.block_size is None else max(config.gen_length, config.block_size)
+
+    def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
+        room = self.family.max_positions - len(response) - self._behind()
+        return tail(prompt, room), response
+
+    def _is_greedy(self, prompt: list[int], response: list[int]) -> bool:
+        """Whether decoding one token at a time gives this response."""
+        n, size = len(response), self.likelihood.block_size
+        shape = {"gen_length": n, "block_size": n}
+        if size is not None:
+            blocks = max(-(-n // size), self.likelihood.gen_length // size)
+            shape = {"gen_length": blocks * size, "block_size": size}
+        config = DecodeConfig(**shape, stop_at_end=False)
+        (answer,) = generate(self.decoder.trained.backbone, [prompt], config)
+        return answer.tokens[:n] == list(response)
+
+
+def decoding_of(
+    gen_kwargs: dict[str, Any], base: DecodeConfig
+) -> tuple[DecodeConfig, int, tuple[str, ...]]:
+    """(how to decode, most tokens of the answer, strings that end it) of a request's gen_kwargs.
+
+    until, do_sample, temperature and the token limits mean what they do elsewhere in the harness;
+    the canvas is the limit rounded up to whole blocks. The other names are fields of DecodeConfig;
+    ValueError for any else.
+    """
+    wishes = dict(gen_kwargs)
+    until = wishes.pop("until", None) or []
+    limits = [wishes.pop(name) for name in LENGTHS if name in wishes]
+    if wishes.pop("do_sample", None) is False:
+        wishes["temperature"] = 0.0
+    _known(wishes, DECODING, "gen_kwargs")
+    size = wishes.get("block_size", base.block_size)
+    limit = int(limits[0]) if limits else wishes.get("gen_length", base.gen_length)
+    config = dataclasses.replace(base, **{**wishes, "gen_length": -(-limit // size) * size})
+    return config, limit, tuple([until] if isinstance(until, str) else until)
+
+
+def tail(prompt: list[int], room: int) -> list[int]:
+    """The prompt's last `room` tokens, as elsewhere in the harness, with a warning."""
+    if len(prompt) <= room:
+        return prompt
+    logger.warning("a prompt of %d tokens is cut to its last %d", len(prompt), max(room, 0))
+    return prompt[len(prompt) - max(room, 0) :]
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """The text before the first of the strings that it contains."""
+    found = (text.find(word) for word in until if word)
+    return text[: min((at for at in found if at >= 0), default=None)]
+
+
+def _known(options: dict[str, Any], known: set[str], what: str) -> None:
+    if odd := [name for name in options if name not in known]:
+        names = ", ".join(sorted(known))
+        raise ValueError(f"{what} {odd[0]} is unknown to bwsft; known are {names}")
+
+
+def main() -> None:
+    """The harness' own command line, which finds the model by its name."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

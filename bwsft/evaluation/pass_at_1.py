@@ -1,0 +1,285 @@
+"""`bwsft evaluate`: Pass@1 of outputs on GSM8K- and MATH-shaped questions.
+
+Read outputs (or decode them) -> join references by question -> score every output under the ladder
+and under the paper's strict rule -> table, JSON, and a JSONL with every output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from bwsft.evaluation import answers as scoring
+from bwsft.evaluation.answer_files import (
+    Output,
+    join,
+    question_key,
+    read_outputs,
+    read_records,
+    read_references,
+    refuse_foreign,
+)
+from bwsft.evaluation.math_equality import MathVerifier, same_spelling
+from bwsft.utils.files import write_atomic
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Score existing outputs (`outputs`), or decode with a model (`model`) and score that."""
+
+    task: Literal["gsm8k", "math"]
+    """How answers are found and compared: gsm8k (numbers) or math (LaTeX, needs bwsft[eval])."""
+    outputs: Path | None = None
+    """JSONL or JSON file with questions and generated outputs."""
+    model: Path | None = None
+    """Model folder that answers the questions of --data before they are scored."""
+    data: Path | None = None
+    """Questions with references, joined by question; by default the truths in --outputs."""
+    json: Path | None = None
+    """Where the result is written as one JSON object."""
+    save: Path | None = None
+    """JSONL of every output with its score; by default a file in runs/evaluate/."""
+    limit: int | None = None
+    """Use only the first so many questions of --data, or outputs of --outputs."""
+    strict: bool = False
+    """Headline figure by the paper's rule (last number / whole output, equal as strings)."""
+
+
+class Decoded(NamedTuple):
+    """A decoder's answer: its text, the tokens up to the end token, and whether one came."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+Decode = Callable[[list[str]], Sequence[Decoded]]
+
+
+def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
+    """Score, print the table, write the files; returns the result (keys: `summarise`).
+
+    `decode` gets the questions in order and is needed with `model`. Mistakes of the user raise
+    ValueError, FileNotFoundError or, for MATH without math-verify, ImportError.
+    """
+    _check(options, decode)
+    settings = {k: v for k, v in asdict(options).items() if k not in ("json", "save")}
+    settings = json.loads(json.dumps(settings, default=str))
+    run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    stem = (options.outputs or options.model).stem
+    save = options.save or Path("runs/evaluate") / f"{options.task}-{stem}-{run[:8]}.jsonl"
+    for path in filter(None, (options.json, save)):
+        refuse_foreign(path, run)
+
+    references = read_references(options.data, options.task) if options.data else None
+    header, unused = {}, []
+    with MathVerifier() if options.task == "math" else nullcontext() as verifier:
+        if options.outputs:
+            outputs, header, unused = read_outputs(options.outputs, options.task)
+            outputs = outputs[: options.limit]
+        else:
+            outputs = _decoded(references, options.limit, decode)
+        joined, conflicts = join(outputs, references)
+        if not any(output.reference for output in joined):
+            raise ValueError(_nothing_joined(options, joined, unused))
+        rows = score(joined, options.task, verifier)
+
+    result = {"run": run, **summarise(rows, options.task, options.strict)}
+    answered = {question_key(row["question"]) for row in rows}
+    result["not_attempted"] = None if references is None else len(references.keys() - answered)
+    result["conflicting_references"] = conflicts
+    result |= {"unused_fields": unused, "source": header, "settings": settings, "saved": str(save)}
+    _write(save, "".join(json.dumps({"run": run, **row}) + "\n" for row in rows))
+    if options.json:
+        _write(options.json, json.dumps(result, indent=2) + "\n")
+    print_report(result)
+    return result
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text)
+
+
+def _check(options: EvaluateOptions, decode: Decode | None) -> None:
+    if options.task not in ("gsm8k", "math"):
+        raise ValueError(f"task must be gsm8k or math, got {options.task!r}")
+    if (options.outputs is None) == (options.model is None):
+        raise ValueError("give either --outputs FILE (score a file) or --model DIR (decode first)")
+    if options.model is not None and options.data is None:
+        raise ValueError("--model needs --data FILE, the questions to answer")
+    if options.model is not None and decode is None:
+        raise ValueError("evaluate(options, decode=...) needs a decoder for --model")
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {options.limit}")
+    if options.save and options.json and options.save.resolve() == options.json.resolve():
+        raise ValueError("--json and --save name the same file")
+
+
+def _nothing_joined(options: EvaluateOptions, outputs: list[Output], unused: list[str]) -> str:
+    if options.data:
+        return (f"none of the {len(outputs)} questions of {options.outputs} is in {options.data}; "
+                f"the first one is {outputs[0].question[:80]!r}")
+    other = f" (fields not read: {', '.join(unused)})" if unused else ""
+    return f"{options.outputs} holds no references{other}: give --data FILE"
+
+
+def _decoded(references: dict, limit: int | None, decode: Decode) -> list[Output]:
+    questions = [question for question, _ in references.values()][:limit]
+    texts = decode(questions)
+    if len(texts) != len(questions):
+        raise ValueError(f"the decoder gave {len(texts)} texts for {len(questions)} questions")
+    return [Output(question, text, tokens=tokens, truncated=not ended)
+            for question, (text, tokens, ended) in zip(questions, texts, strict=True)]
+
+
+def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None) -> list[dict]:
+    """One row per output; `correct` is the ladder's verdict, both verdicts None without reference.
+
+    `verdict` says what decided: "number", "spelling", "math-verify", or "failed" where math-verify
+    gave up (counted as wrong).
+    """
+    rows, samples = [], Counter()
+    for output in outputs:
+        extract = scoring.extract_gsm8k if task == "gsm8k" else scoring.extract_math
+        strict = scoring.strict_gsm8k if task == "gsm8k" else scoring.strict_math
+        answer, rung = extract(output.text)
+        correct = strict_correct = verdict = None
+        if output.reference is not None:
+            correct, verdict = _compare(output, answer, task, verifier)
+            strict_correct = strict(output.text, output.reference)
+        key = question_key(output.question)
+        rows.append({
+            "question": output.question, "sample": samples[key], "output": output.text,
+            "extracted": answer, "reference": output.reference, "correct": correct,
+            "strict_correct": strict_correct, "rung": rung, "verdict": verdict,
+            "truncated": output.truncated, "tokens": output.tokens})
+        samples[key] += 1
+    return rows
+
+
+def _compare(output: Output, answer: str | None, task: str, verifier) -> tuple[bool, str]:
+    if task == "gsm8k":
+        return scoring.numbers_equal(output.reference, answer), "number"
+    if answer is None:
+        return False, "spelling"
+    if same_spelling(output.reference, answer):
+        return True, "spelling"
+    equal = verifier.equal(output.reference, answer)
+    return bool(equal), "failed" if equal is None else "math-verify"
+
+
+def _share(values: list) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def summarise(rows: list[dict], task: str, strict: bool = False) -> dict:
+    """Figures of scored rows. Accuracies are means over questions of the mean over samples.
+
+    ci95 is Wilson's interval over `count` questions (with several samples per question it is
+    wider than need be). truncated, no_answer and mean_tokens are over all outputs with a
+    reference; truncated and mean_tokens are None where no output says.
+    """
+    scored = [row for row in rows if row["correct"] is not None]
+    groups: dict[str, list[dict]] = {}
+    for row in scored:
+        groups.setdefault(question_key(row["question"]), []).append(row)
+    rates = {rule: _share([_share([row[rule] for row in group]) for group in groups.values()])
+             for rule in ("correct", "strict_correct")}
+    headline = rates["strict_correct" if strict else "correct"]
+    return {
+        "task": task,
+        "rule": "strict" if strict else "ladder",
+        "accuracy": headline,
+        "ci95": list(scoring.wilson(headline, len(groups))),
+        "interval": "wilson",
+        "count": len(groups),
+        "outputs": len(scored),
+        "ladder_accuracy": rates["correct"],
+        "strict_accuracy": rates["strict_correct"],
+        "disagreements": sum(row["correct"] != row["strict_correct"] for row in scored),
+        "truncated": _share([row["truncated"] for row in scored]),
+        "no_answer": _share([row["rung"] == "none" for row in scored]),
+        "mean_tokens": _share([row["tokens"] for row in scored]),
+        "extractors": {rung: n for rung in scoring.RUNGS
+                       if (n := sum(row["rung"] == rung for row in scored))},
+        "verify_failures": sum(row["verdict"] == "failed" for row in scored),
+        "missing_reference": len(rows) - len(scored),
+    }
+
+
+def compare(first: Path | str, second: Path | str, strict: bool = False) -> dict:
+    """Two JSONLs of `evaluate` on the same questions: McNemar's exact test on the pairs.
+
+    Returns count, accuracy_first, accuracy_second, only_first, only_second, p_value, unpaired.
+    """
+    field = "strict_correct" if strict else "correct"
+    sides = []
+    for path in (first, second):
+        verdicts: dict[str, bool] = {}
+        for number, row in enumerate(read_records(path)[0], 1):
+            typed = isinstance(row.get("question"), str) and row.get(field) in (True, False, None)
+            if not typed or field not in row:
+                raise ValueError(f"{path}: record {number} is no scored output (no {field})")
+            if row[field] is None:
+                continue
+            key = question_key(row["question"])
+            if key in verdicts:
+                raise ValueError(f"{path}: several outputs of one question can't be paired")
+            verdicts[key] = row[field]
+        sides.append(verdicts)
+    pairs = [(sides[0][key], sides[1][key]) for key in sides[0] if key in sides[1]]
+    if not pairs:
+        raise ValueError(f"{first} and {second} share no scored question")
+    only_first = sum(a and not b for a, b in pairs)
+    only_second = sum(b and not a for a, b in pairs)
+    return {
+        "count": len(pairs),
+        "accuracy_first": sum(a for a, _ in pairs) / len(pairs),
+        "accuracy_second": sum(b for _, b in pairs) / len(pairs),
+        "only_first": only_first,
+        "only_second": only_second,
+        "p_value": scoring.mcnemar(only_first, only_second),
+        "unpaired": len(sides[0]) + len(sides[1]) - 2 * len(pairs),
+    }
+
+
+def print_report(result: dict) -> None:
+    """The result as a table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    def percent(share: float | None) -> str:
+        return "unknown" if share is None else f"{100 * share:.2f} %"
+
+    low, high = result["ci95"]
+    count = result["count"]
+    table = Table(title=f"Pass@1 on {result['task']}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for rule in ("ladder", "strict"):
+        interval = f"  [{100 * low:.2f}, {100 * high:.2f}]" if rule == result["rule"] else ""
+        table.add_row(f"accuracy, {rule} rule", percent(result[f"{rule}_accuracy"]) + interval)
+    table.add_row("questions scored", str(count))
+    for name in ("disagreements", "truncated", "no_answer", "mean_tokens", "missing_reference",
+                 "not_attempted", "conflicting_references", "verify_failures"):
+        value = result[name]
+        if name in ("truncated", "no_answer"):
+            value = percent(value)
+        if value not in (None, 0):
+            table.add_row(name.replace("_", " "), f"{value:.1f}" if isinstance(value, float)
+                          else str(value))
+    for rung, number in result["extractors"].items():
+        table.add_row(f"answers from: {rung}", str(number))
+    console = Console()
+    console.print(table)
+    if result["unused_fields"]:
+        console.print("fields not read: " + ", ".join(result["unused_fields"]), markup=False)
+    console.print(f"every output: {result['saved']}", markup=False, soft_wrap=True)

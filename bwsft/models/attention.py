@@ -1,0 +1,234 @@
+"""Full bidirectional attention over packed rows, and the tables of RoPE.
+
+T packed tokens, S sequences, L the longest of them, H heads, K key/value heads, E head width.
+A model builds one layout per forward and hands it down its layers, so that no layer reads a
+length back from the device. :class:`AttentionLayout` is for whole sequences, and may record their
+keys and values in a context cache; :class:`ActiveLayout` is for a few rows of each sequence
+against such a cache (bwsft/models/kv_cache.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Flash attention's own limits; other widths take the padded path.
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """How the rows of a [T, ...] tensor form sequences, and which keys a query may see.
+
+    ``slots`` [T] is each row's place in the padded [S * L] grid, None where the rows fill the grid
+    in order. ``mask`` is boolean and broadcasts to [S, 1, L, L], True where attention is allowed.
+    With ``kernel`` (a varlen function) rows stay packed, and slots and mask are unused. ``record``
+    is a context cache that takes the keys and values of every layer, ``cache_slots`` [T] where.
+    """
+
+    num_sequences: int
+    max_length: int
+    slots: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    kernel: Callable | None = None
+    record: Any = None
+    cache_slots: Tensor | None = None
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
+    ) -> Tensor:
+        """As :func:`attend`; with ``width`` the queries are a rectangle [S * width, H, E]."""
+        if self.record is not None:
+            self.record.write(layer, self.cache_slots, k, v)
+        return attend(q, k, v, self, width)
+
+
+@dataclass(frozen=True)
+class ActiveLayout:
+    """A rectangle of rows [S * W, ...] against a context cache: they write their keys and values
+    into the flat slots ``cache_slots`` [S * W] and attend to what the cache shows, of that to what
+    ``mask`` [S, 1, 1, slots] allows (None: all)."""
+
+    cache: Any
+    cache_slots: Tensor
+    num_sequences: int
+    mask: Tensor | None
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
+    ) -> Tensor:
+        """As :meth:`AttentionLayout.attend`."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return _AttendActive.apply(q, k, v, self, layer)
+        return self.against(q, *self.cache.write(layer, self.cache_slots, k, v))
+
+    def against(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Queries [S * W, H, E] against a layer's buffers [S, slots, K, E]."""
+        keys, values = (self.cache.seen(x).transpose(1, 2) for x in (keys, values))
+        q = q.unflatten(0, (self.num_sequences, -1)).transpose(1, 2)  # [S, H, W, E]
+        keys, values = _match_heads(q, keys, values, dim=1)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class _AttendActive(torch.autograd.Function):
+    """Active rows against the cache, keeping q, k and v of those rows alone for backward.
+
+    Left to autograd, every layer would keep a copy of its whole context (at 640 positions and 32
+    active rows that was two fifths of a draw's memory). Backward writes k and v into their slots
+    again, attends once more, and takes the gradient at the slots.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, layout: ActiveLayout, layer: int):
+        ctx.save_for_backward(q, k, v)
+        ctx.layout, ctx.layer = layout, layer
+        return layout.against(q, *layout.cache.write(layer, layout.cache_slots, k, v))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        layout, slots = ctx.layout, ctx.layout.cache_slots
+        buffers = layout.cache.write(ctx.layer, slots, k, v)
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, *buffers)]
+            out = layout.against(*inputs)
+        dq, *rest = torch.autograd.grad(out, inputs, grad)
+        dk, dv = (d.flatten(0, 1).index_select(0, slots) for d in rest)
+        return dq, dk, dv, None, None
+
+
+def packed_layout(
+    cu_seqlens: Tensor, max_length: int | None = None, kernel: Callable | None = None
+) -> AttentionLayout:
+    """Layout of packed rows with boundaries ``cu_seqlens`` [S + 1] (starts with 0, ends with T).
+
+    ``max_length`` saves the one host read of the varlen path; the padded path reads the lengths
+    anyway. Raises ``ValueError`` if a sequence is empty.
+    """
+    num_sequences = cu_seqlens.numel() - 1
+    if kernel is not None:
+        longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
+        return AttentionLayout(
+            num_sequences, longest, cu_seqlens=cu_seqlens.to(torch.int32), kernel=kernel
+        )
+    lengths = cu_seqlens.diff()
+    shortest, longest = (int(n) for n in torch.stack(lengths.aminmax()).tolist())
+    if shortest <= 0:
+        raise ValueError("cu_seqlens must rise strictly: drop empty sequences from the batch")
+    if shortest == longest:
+        return AttentionLayout(num_sequences, longest)
+    grid = torch.arange(longest, device=cu_seqlens.device)
+    filled = grid < lengths[:, None]  # [S, L]
+    total = int(cu_seqlens[-1])
+    rows = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.repeat_interleave(lengths.long(), output_size=total)  # [T]
+    slots = sequence * longest + rows - cu_seqlens.long()[sequence]
+    return AttentionLayout(num_sequences, longest, slots, filled[:, None, None, :])
+
+
+def padded_layout(num_sequences: int, length: int, mask: Tensor | None = None) -> AttentionLayout:
+    """Layout of [S, L] rows flattened to [S * L].
+
+    ``mask``: None; [S, L] with zeros at padding keys; or boolean [S, 1, L, L] (1 broadcasts) with
+    True where query (third) may see key (fourth). Anything else raises ``ValueError``.
+    """
+    if mask is not None and mask.ndim == 2:
+        if mask.shape != (num_sequences, length):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}, the input needs "
+                f"{(num_sequences, length)}"
+            )
+        mask = (mask != 0)[:, None, None, :]
+    elif mask is not None and (mask.ndim != 4 or mask.dtype != torch.bool):
+        raise ValueError(
+            "attention_mask must be [S, L] (zeros at padding) or boolean [S, 1, L, L] "
+            f"(True = may attend), not {mask.dtype} {tuple(mask.shape)}"
+        )
+    return AttentionLayout(num_sequences, length, mask=mask)
+
+
+def varlen_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, implementation: str | None = None
+) -> Callable | None:
+    """The packed kernel for this device and compute dtype, or None for padding inside attention.
+
+    ``implementation="flash_attention_2"`` (transformers' name) takes the flash-attn package; any
+    other value takes torch's own varlen attention.
+    """
+    fits = head_dim % 8 == 0 and head_dim <= _FLASH_MAX_HEAD_DIM
+    if device.type != "cuda" or dtype not in _FLASH_DTYPES or not fits:
+        return None
+    if implementation == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, width: int | None = None
+) -> Tensor:
+    """Softmax attention, scale 1/sqrt(E). q [T, H, E], k and v [T, K, E] -> [T, H, E].
+
+    With ``width`` q holds that many rows of every sequence, [S * width, H, E]. A sequence gives
+    the same rows alone as in a batch up to the summation order of the kernel: below 1e-12 relative
+    in float64, a few ulp of the dtype otherwise. Padding adds exact zeros.
+    """
+    k, v = _match_heads(q, k, v, dim=1)
+    if layout.kernel is not None:
+        cu, longest = layout.cu_seqlens, layout.max_length
+        if width is None:
+            return layout.kernel(q, k, v, cu, cu, longest, longest)
+        cu_q = torch.arange(layout.num_sequences + 1, device=cu.device, dtype=cu.dtype) * width
+        return layout.kernel(q, k, v, cu_q, cu, width, longest)
+    k, v = (_to_grid(x, layout) for x in (k, v))
+    if width is None:
+        out = F.scaled_dot_product_attention(_to_grid(q, layout), k, v, attn_mask=layout.mask)
+        out = out.transpose(1, 2).flatten(0, 1)  # [S * L, H, E]
+        return out if layout.slots is None else out.index_select(0, layout.slots)
+    if layout.mask is not None and layout.mask.size(2) != 1:
+        raise ValueError("a mask that differs between queries needs all rows as queries")
+    q = q.unflatten(0, (-1, width)).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _match_heads(q: Tensor, k: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Repeat key/value heads until there are as many as query heads."""
+    groups = q.size(dim) // k.size(dim)
+    if groups == 1:
+        return k, v
+    # Written out rather than left to the kernels: torch 2.11's varlen attention and the
+    # memory-efficient kernel (masked float32 on CUDA) have no grouped heads.
+    return k.repeat_interleave(groups, dim=dim), v.repeat_interleave(groups, dim=dim)
+
+
+def _to_grid(x: Tensor, layout: AttentionLayout) -> Tensor:
+    """[T, H, E] -> [S, H, L, E], zeros in the unused slots (so a padded row is never NaN)."""
+    size = layout.num_sequences * layout.max_length
+    if layout.slots is not None:
+        x = x.new_zeros(size, *x.shape[1:]).index_copy_(0, layout.slots, x)
+    return x.view(layout.num_sequences, layout.max_length, *x.shape[1:]).transpose(1, 2)
+
+
+def rope_tables(
+    position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, 1, E / 2] of the rotation angles, in at least float32, as ``rotary`` of
+    bwsft_kernels takes them."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    even = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=dtype)
+    angles = position_ids.to(dtype)[:, None] * (1.0 / theta ** (even / head_dim))  # [T, E / 2]
+    return angles.cos()[:, None, :], angles.sin()[:, None, :]

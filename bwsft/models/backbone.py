@@ -1,0 +1,232 @@
+"""What every model family offers the trainer and the sampler.
+
+T packed tokens, S sequences, N loss rows, D hidden size, V vocabulary (rows of the head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from bwsft_kernels import linear_argmax, linear_cross_entropy
+from torch import Tensor, nn
+
+from bwsft.models.kv_cache import Context, ContextCache, Span
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the rest of bwsft must know about a family. Replace a field with
+    ``dataclasses.replace`` (the tokenizer may know more end ids than the config)."""
+
+    mask_id: int
+    eos_id: int
+    end_ids: tuple[int, ...]  # decoding ends at any of these
+    vocab_size: int  # token ids lie below; the head may have more rows
+    max_positions: int
+    logit_shift: int = 0  # row i predicts token i + logit_shift
+    block_origin: str = "response"  # where the block grid starts: "response" | "absolute"
+    attention: str = "full"  # "full" | "block_causal"
+    softcap: float | None = None
+
+
+class Backbone(nn.Module):
+    """A Hugging Face model, possibly wrapped by peft, behind the one entry of a training step.
+
+    Head and loss live inside :meth:`forward`, so that the hooks of DDP and FSDP see the whole
+    step. A family implements :meth:`hidden_states`, :meth:`active_hidden_states`,
+    :meth:`new_cache`, :meth:`head` and :meth:`set_gradient_checkpointing`.
+    """
+
+    def __init__(self, model: nn.Module, family: Family):
+        super().__init__()
+        self.model = model
+        self.family = family
+        self.train(model.training)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The family's own module, also where ``model`` is a ``PeftModel`` around it."""
+        unwrap = getattr(self.model, "get_base_model", None)
+        return self.model if unwrap is None else unwrap()
+
+    def hidden_states(
+        self,
+        ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        context: ContextCache | None = None,
+        *,
+        max_length: int | None = None,
+        wanted: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Packed ids [T] -> [T, D] after the final norm.
+
+        ``cu_seqlens`` [S + 1] holds the sequences' boundaries, ``position_ids`` [T] each token's
+        position. ``context`` takes the keys and values of every layer. ``max_length``, the longest
+        sequence where the caller knows it, saves a host read on CUDA. ``wanted`` [S, W]: only
+        these rows come out, [S * W, D], and the last layer runs for them alone. ``mask``, boolean
+        [S, 1, L, L], says which key (last) a query may see. ``ValueError`` for a sequence beyond
+        ``family.max_positions``, and on a CPU for an id or position out of range (on CUDA the
+        embedding asserts on the device).
+        """
+        raise NotImplementedError
+
+    def active_hidden_states(
+        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Rows of a span, ids [S, W], against the cached context -> [S * W, D] after the final
+        norm. Without gradients their keys and values stay in the cache. ``wanted`` [S, W']:
+        indices into the S * W rows, as in :meth:`hidden_states`."""
+        raise NotImplementedError
+
+    def new_cache(self, num_sequences: int, length: int) -> ContextCache:
+        """An empty context cache for sequences of at most ``length`` positions."""
+        raise NotImplementedError
+
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        """LM head: weight [V, D] and bias [V] or None."""
+        raise NotImplementedError
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Recompute each layer in backward instead of keeping its activations."""
+        raise NotImplementedError
+
+    def set_fused_ops(self, choice: str) -> None:
+        """Norms, rotary embedding and SwiGLU in one kernel each: "on", "off" or "auto". A family
+        without such a path raises ``ValueError`` for "on"."""
+        if choice == "on":
+            raise ValueError("fused_ops: transformers wrote this model; leave the option at auto")
+
+    def predicting_rows(self, rows: Tensor) -> Tensor:
+        """Hidden-state rows that predict the tokens at flat indices ``rows``.
+
+        With a logit shift a prompt must be at least as long as the shift. The clamp serves the
+        tail of a row list, whose rows are 0 and weigh 0.
+        """
+        shift = self.family.logit_shift
+        return rows if shift == 0 else (rows - shift).clamp_min(0)
+
+    def forward(
+        self,
+        batch: Any,
+        rows: Tensor | None,
+        target: Tensor | None,
+        row_weight: Tensor | None,
+        context: Context | None = None,
+        smoothing: Tensor | float = 0.0,
+        excluded_id: int | None = None,
+    ) -> Any:
+        """Weighted sum of cross-entropies over the loss rows, a float32 scalar.
+
+        ``batch`` has ``ids`` [T] (already masked), ``position_ids`` [T] and ``cu_seqlens``
+        [S + 1]; ``rows`` [N] are flat indices into ``ids``, ``target`` [N] the clean tokens (-100
+        on the tail) and ``row_weight`` [N] the weights (0 on the tail). Rows are gathered before
+        the head, so its cost follows N and not T.
+
+        ``context`` names the span that holds the loss rows: the last layer then runs for it alone,
+        and with a cache all layers do. ``rows`` None is the context pass, which fills that cache.
+        ``target`` None predicts: ``linear_argmax`` of the rows, [MASK] left out.
+
+        ``smoothing``, a number or [N], and ``excluded_id`` are those of ``linear_cross_entropy``.
+        """
+        if rows is None:
+            self.fill(batch, context.cache)
+            return torch.zeros((), device=batch.ids.device)
+        hidden, index = self._rows_of(batch, self.predicting_rows(rows), context)
+        hidden = hidden.index_select(0, index)
+        weight, bias = self.head()
+        head = {"linear_bias": bias, "softcap": self.family.softcap}
+        if target is None:
+            return linear_argmax(hidden, weight, mask_id=self.family.mask_id, **head)
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            reduction="sum",
+            row_weight=row_weight,
+            label_smoothing=smoothing,
+            excluded_id=excluded_id,
+            **head,
+        )
+
+    def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+        """(hidden states, where the predicting rows stand in them)."""
+        packed = (batch.ids, batch.position_ids, batch.cu_seqlens)
+        longest = getattr(batch, "max_length", None)
+        mask = getattr(batch, "mask", None)
+        if context is None:
+            return self.hidden_states(*packed, max_length=longest, mask=mask), rows
+        span = context.span.shifted(self.family.logit_shift)
+        index = span.index_of(rows, batch.cu_seqlens)
+        flat = span.flat(batch.cu_seqlens)
+        if context.cache is None:
+            return self.hidden_states(*packed, max_length=longest, wanted=flat), index
+        return self.active_hidden_states(batch.ids[flat], span, context.cache), index
+
+    @torch.no_grad()
+    def fill(
+        self,
+        batch: Any,
+        cache: ContextCache,
+        wanted: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Context pass: store every row's keys and values and show them all. Returns hidden states
+        as :meth:`hidden_states`."""
+        lengths = batch.cu_seqlens.diff()
+        longest = getattr(batch, "max_length", None)
+        even = longest is not None and longest * (len(lengths)) == batch.ids.numel()
+        cache.show(longest if even else lengths.long())
+        return self.hidden_states(
+            batch.ids,
+            batch.position_ids,
+            batch.cu_seqlens,
+            cache,
+            max_length=longest,
+            wanted=wanted,
+            mask=mask,
+        )
+
+
+def check_context(family: Family, context: str) -> None:
+    """``ValueError`` for a context mode that the family's attention cannot have."""
+    if family.attention == "block_causal" and context != "block_causal":
+        raise ValueError(
+            f"this model attends from block to block and has no context {context}: use --context "
+            "block_causal"
+        )
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """``ValueError`` if a token id on the CPU is out of range. A CUDA tensor is left alone: its
+    check would wait for the device, and the embedding asserts there."""
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    low, high = (int(i) for i in ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token id {low if low < 0 else high} is outside the vocabulary [0, {vocab_size}): "
+            "the tokenizer does not belong to this model"
+        )
+
+
+def check_positions(
+    longest: int, position_ids: Tensor | None, max_positions: int, mask: Tensor | None = None
+) -> None:
+    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum. Rows
+    under a mask may hold copies at the same positions: there the positions alone count."""
+    longest = longest if mask is None else 0
+    if position_ids is not None and position_ids.device.type == "cpu" and position_ids.numel():
+        low, high = (int(i) for i in position_ids.aminmax())
+        if low < 0:
+            raise ValueError(f"position id {low} is negative")
+        longest = max(longest, high + 1)
+    if longest > max_positions:
+        raise ValueError(
+            f"a sequence needs {longest} positions, the model has {max_positions}: shorten the "
+            "prompt, or lower max_length or gen_length"
+        )

@@ -1,0 +1,250 @@
+"""Any Hugging Face decoder (Qwen2, Llama, ...) made bidirectional, behind the Backbone contract.
+
+The decoder runs as transformers wrote it, on padded rows, under an explicit boolean 4-D mask:
+transformers hands such a mask to SDPA as it is and then drops the causal flag. Keys and values pass
+through its Cache API (after RoPE, as it stores them) into and out of our context cache.
+
+S sequences, T packed tokens, L the longest sequence, W rows of a span, D hidden size, K key/value
+heads, E head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+
+from bwsft.models.attention import AttentionLayout, packed_layout
+from bwsft.models.backbone import Backbone, Family, check_ids, check_positions
+from bwsft.models.kv_cache import CacheShape, ContextCache, Span
+from bwsft.models.llada import compute_dtype
+
+# Factors on the logits that a head given as weight and bias cannot carry.
+_LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+class _RecordingCache(Cache):
+    """A context pass: every layer's keys and values also go to flat slots [T] of a context cache.
+    ``padded`` [T] are the packed rows' places in the padded batch, None if they fill it."""
+
+    def __init__(self, context: ContextCache, slots: Tensor, padded: Tensor | None):
+        super().__init__(layers=[])
+        self.context, self.slots, self.padded = context, slots, padded
+        self.updates = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        self.updates += 1
+        k, v = (_rows(x, self.context) for x in (key_states, value_states))
+        if self.padded is not None:
+            k, v = k.index_select(0, self.padded), v.index_select(0, self.padded)
+        self.context.write(layer_idx, self.slots, k, v)
+        return key_states, value_states
+
+
+class _ActiveCache(Cache):
+    """An active pass: a layer's rows take their flat slots [S * W] of a context cache, and
+    attention gets all that the cache reaches, [S, K, reach, E]."""
+
+    def __init__(self, context: ContextCache, slots: Tensor):
+        super().__init__(layers=[])
+        self.context, self.slots = context, slots
+        self.updates = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        self.updates += 1
+        k, v = (_rows(x, self.context) for x in (key_states, value_states))
+        if torch.is_grad_enabled():
+            # A copy of the layer's buffers, kept until backward: the context is a constant, the
+            # active rows carry gradient, and no later draw can write into what backward reads.
+            buffers = (self.context.keys[layer_idx], self.context.values[layer_idx])
+            found = (
+                b.flatten(0, 1).index_copy(0, self.slots, x).view_as(b)
+                for b, x in zip(buffers, (k, v), strict=True)
+            )
+        else:
+            found = self.context.write(layer_idx, self.slots, k, v)
+        return tuple(self.context.seen(x).transpose(1, 2) for x in found)
+
+
+def _rows(states: Tensor, context: ContextCache) -> Tensor:
+    """[S, K, L, E] -> [S * L, K, E] in the buffers' dtype (under autocast RoPE widens keys)."""
+    return states.transpose(1, 2).flatten(0, 1).to(context.keys[0].dtype)
+
+
+class DecoderBackbone(Backbone):
+    """The trainer's and sampler's view of a Hugging Face causal LM; :func:`new_decoder` builds it.
+
+    ``wanted`` only picks rows here: all layers run for the whole batch. Gradient checkpointing
+    covers passes without a cache; an active pass is a few rows and keeps its activations.
+    """
+
+    checkpointing = False
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """Embedding, layers and final norm."""
+        return self.base_model.base_model
+
+    def hidden_states(
+        self,
+        ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        context: ContextCache | None = None,
+        *,
+        max_length: int | None = None,
+        wanted: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        check_ids(ids, self.family.vocab_size)
+        layout = packed_layout(cu_seqlens, max_length)
+        check_positions(layout.max_length, position_ids, self.family.max_positions, mask)
+        shape = (layout.num_sequences, layout.max_length)
+        if mask is None:
+            mask = layout.mask  # padded queries see the keys of their sequence: no row is empty
+        if mask is None:
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+        cache = None
+        if context is not None:
+            slots = context.packed_slots(cu_seqlens, position_ids)
+            cache = _RecordingCache(context, slots, layout.slots)
+        grids = (_grid(x, layout) for x in (ids, position_ids))
+        hidden = self._run(*grids, mask.expand(shape[0], 1, shape[1], shape[1]), cache)
+        index = layout.slots
+        if wanted is not None:
+            index = wanted.flatten() if index is None else index[wanted.flatten()]
+        return hidden if index is None else hidden.index_select(0, index)
+
+    def active_hidden_states(
+        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
+    ) -> Tensor:
+        check_ids(ids, self.family.vocab_size)
+        positions = span.positions()
+        recorder = _ActiveCache(cache, cache.slots(positions, span.repeats()))
+        # transformers takes a missing mask for a causal one, so "all slots" is written out.
+        mask = cache.mask()
+        if mask is None:
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+        mask = mask.expand(len(ids), 1, span.width, cache.reach)
+        hidden = self._run(ids, positions, mask, recorder)
+        return hidden if wanted is None else hidden.index_select(0, wanted.flatten())
+
+    def _run(
+        self,
+        ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor,
+        cache: _RecordingCache | _ActiveCache | None,
+    ) -> Tensor:
+        """Padded ids [S, L], boolean mask [S, 1, L, keys] -> hidden states [S * L, D]."""
+        decoder = self.decoder
+        for layer in _layers(decoder):
+            # transformers drops the cache of a layer that it checkpoints, with a warning only.
+            layer.gradient_checkpointing = self.checkpointing and cache is None
+        output = decoder(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            use_cache=cache is not None,
+            **{_cache_argument(decoder): cache},
+        )
+        if cache is not None and cache.updates != decoder.config.num_hidden_layers:
+            raise ValueError(
+                f"{type(decoder).__name__} passed the keys and values of {cache.updates} of its "
+                f"{decoder.config.num_hidden_layers} layers to the cache: use context=exact"
+            )
+        return output.last_hidden_state.flatten(0, 1)
+
+    def new_cache(self, num_sequences: int, length: int) -> ContextCache:
+        config = self.decoder.config
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        weight = self.decoder.get_input_embeddings().weight
+        like = torch.empty((), dtype=compute_dtype(weight), device=weight.device)
+        shape = CacheShape(config.num_hidden_layers, kv_heads, width)
+        return ContextCache.allocate(shape, num_sequences, length, like)
+
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        module = self.base_model.get_output_embeddings()
+        if not isinstance(module, nn.Linear):
+            raise ValueError(
+                f"the LM head must be a plain nn.Linear, not {type(module).__name__}: load the "
+                "model with its head, and leave the head out of an adapter's target_modules"
+            )
+        return module.weight, module.bias
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        layers = _layers(self.decoder)
+        if enabled and not layers:
+            raise ValueError(f"{type(self.decoder).__name__} has no gradient checkpointing")
+        for layer in layers:
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        self.checkpointing = enabled
+
+
+def _layers(decoder: nn.Module) -> list[nn.Module]:
+    return [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def _cache_argument(decoder: nn.Module) -> str:
+    """``past_key_values``, which transformers 5.24 renamed to ``cache`` in most models."""
+    names = inspect.signature(decoder.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def _grid(x: Tensor, layout: AttentionLayout) -> Tensor:
+    """Packed integers [T] -> padded [S, L], zeros in the unused places."""
+    if layout.slots is not None:
+        size = layout.num_sequences * layout.max_length
+        x = x.new_zeros(size).index_copy_(0, layout.slots, x)
+    return x.view(layout.num_sequences, layout.max_length)
+
+
+def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
+    """Make a causal LM of transformers bidirectional; its attention becomes SDPA, whose mask here
+    replaces the causal one, and its own dropout goes.
+
+    ``family.logit_shift`` is 1 for a model that keeps predicting the next token, 0 for one trained
+    to predict in place. ``ValueError`` for a family or a model that this cannot serve.
+    """
+    config = model.config
+    if family.logit_shift not in (0, 1):
+        raise ValueError(f"logit_shift must be 0 or 1, not {family.logit_shift}")
+    foreign = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if foreign:
+        raise ValueError(f"layers of type {', '.join(sorted(foreign))} can't be made bidirectional")
+    for name in _LOGIT_FACTORS:
+        if getattr(config, name, None) not in (None, 1):
+            raise ValueError(f"config field {name}={getattr(config, name)} is not supported")
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        raise ValueError("rope_type longrope makes keys depend on the batch's longest row")
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap != family.softcap:
+        raise ValueError(f"the config caps logits at {softcap}, the family at {family.softcap}")
+    rows = model.get_input_embeddings().num_embeddings
+    for name in ("mask_id", "eos_id"):
+        if not 0 <= getattr(family, name) < min(family.vocab_size, rows):
+            raise ValueError(
+                f"{name}={getattr(family, name)} has no embedding: the family counts "
+                f"{family.vocab_size} token ids, the model {rows}"
+            )
+    without_dropout(model)
+    model.set_attn_implementation("sdpa")
+    return DecoderBackbone(model, family)
+
+
+def without_dropout(model: PreTrainedModel) -> None:
+    """Turn off a model's own dropout, not that of an adapter on it: a frozen context and the draws
+    against it must come from one network."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and "lora_dropout" not in name:
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

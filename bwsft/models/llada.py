@@ -1,0 +1,219 @@
+"""LLaDA (Nie et al. 2025, arXiv:2502.09992) for transformers 5, written from its published layout.
+
+A pre-norm transformer without a causal mask and without a logit shift: row i predicts token i.
+Everything runs on packed rows [T, D]; padded input is the same rows with a key mask. Tensor names
+are those of the official checkpoints, so no conversion happens on the way in or out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_outputs import MaskedLMOutput
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+
+from bwsft.models.attention import ActiveLayout, packed_layout, padded_layout, varlen_kernel
+from bwsft.models.backbone import Backbone, Family, check_ids, check_positions
+from bwsft.models.kv_cache import CacheShape, ContextCache, Span
+from bwsft.models.llada_config import LladaConfig
+from bwsft.models.llada_layers import LladaModel, LladaRMSNorm
+
+__all__ = ["LladaBackbone", "LladaConfig", "LladaForMaskedDiffusion"]
+
+# <|eot_id|> of the published vocabulary: it ends a turn, config.json names only <|endoftext|>.
+_LLADA_MASK_ID, _LLADA_EOT_ID = 126336, 126348
+
+
+class LladaForMaskedDiffusion(PreTrainedModel):
+    """LLaDA with its head, as a transformers model; what ``AutoModel`` and
+    ``AutoModelForCausalLM`` build for model type ``llada`` once bwsft is imported."""
+
+    config_class = LladaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LladaBlock"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+
+    def __init__(self, config: LladaConfig):
+        super().__init__(config)
+        config.check()  # again: from_pretrained(**overrides) sets fields after the config is built
+        self.model = LladaModel(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.transformer["wte"]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.head_module
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.transformer["wte"] = value
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.model.transformer["wte" if self.config.weight_tying else "ff_out"] = value
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any):
+        if new_num_tokens in (None, self.config.embedding_rows):
+            return self.get_input_embeddings()
+        raise ValueError("LLaDA's vocabulary is fixed: use one of its reserved ids instead")
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **options: Any,
+    ) -> MaskedLMOutput:
+        """Padded input [S, L] (or embeddings [S, L, D]) -> ``logits`` [S, L, V].
+
+        ``attention_mask``: [S, L] with zeros at padding, or boolean [S, 1, L, L] with True where
+        query may see key. ``position_ids`` [S, L] or [L] default to 0 .. L - 1, as upstream.
+        Options of transformers that nothing here honours raise ``ValueError``.
+        """
+        _refuse_options(options)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass either input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            check_ids(input_ids, self.config.vocab_size)
+            inputs_embeds = self.model.transformer["wte"](input_ids)
+        shape = inputs_embeds.shape[:2]
+        check_positions(shape[1], position_ids, self.config.max_sequence_length)
+        if position_ids is None:
+            position_ids = torch.arange(shape[1], device=inputs_embeds.device)
+        layout = padded_layout(*shape, attention_mask)
+        hidden = self.model(
+            inputs_embeds.flatten(0, 1), position_ids.expand(shape).flatten(), layout
+        )
+        return MaskedLMOutput(logits=self.model.logits(hidden).unflatten(0, shape))
+
+    def packed_hidden_states(
+        self,
+        ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        context: ContextCache | None = None,
+        *,
+        max_length: int | None = None,
+        wanted: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """As :meth:`bwsft.models.backbone.Backbone.hidden_states`."""
+        check_ids(ids, self.config.vocab_size)
+        x = self.model.transformer["wte"](ids)  # [T, D]
+        kernel = None
+        if mask is None:
+            kernel = varlen_kernel(
+                x.device, compute_dtype(x), self.config.head_dim, self.config._attn_implementation
+            )
+        layout = packed_layout(cu_seqlens, max_length, kernel)
+        check_positions(layout.max_length, position_ids, self.config.max_sequence_length, mask)
+        if mask is not None:
+            layout = replace(layout, mask=mask)
+        if context is not None:
+            slots = context.packed_slots(cu_seqlens, position_ids)
+            layout = replace(layout, record=context, cache_slots=slots)
+        return self.model(x, position_ids, layout, wanted)
+
+    def active_hidden_states(
+        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`bwsft.models.backbone.Backbone.active_hidden_states`."""
+        positions = span.positions()
+        check_ids(ids, self.config.vocab_size)
+        slots = cache.slots(positions, span.repeats())
+        layout = ActiveLayout(cache, slots, len(ids), cache.mask())
+        x = self.model.transformer["wte"](ids.flatten())
+        return self.model(x, positions.flatten(), layout, wanted)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """``normal``: N(0, init_std). ``mitchell`` (OLMo's default, which LLaDA trained from):
+        std 1/sqrt(fan in), cut at 3 std, the two output projections of layer n smaller by
+        sqrt(2 (n + 1))."""
+        if isinstance(module, LladaRMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            if self.config.init_fn == "normal":
+                init.normal_(module.weight, std=self.config.init_std)
+            else:
+                std = 1 / math.sqrt(module.weight.size(1)) / getattr(module, "init_shrink", 1.0)
+                init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+
+
+def _refuse_options(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        ignorable = value is None or value is False
+        if not (ignorable and name != "return_dict" or name == "return_dict" and value):
+            raise ValueError(f"LLaDA's forward does not support {name}={value!r}")
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matmuls on ``x`` here: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class LladaBackbone(Backbone):
+    """The trainer's and sampler's view of a :class:`LladaForMaskedDiffusion`."""
+
+    def hidden_states(self, *args: Any, **options: Any) -> Tensor:
+        return self.base_model.packed_hidden_states(*args, **options)
+
+    def active_hidden_states(self, *args: Any, **options: Any) -> Tensor:
+        return self.base_model.active_hidden_states(*args, **options)
+
+    def new_cache(self, num_sequences: int, length: int) -> ContextCache:
+        config = self.base_model.config
+        shape = CacheShape(config.n_layers, config.num_kv_heads, config.head_dim)
+        weight = self.base_model.get_input_embeddings().weight
+        like = torch.empty((), dtype=compute_dtype(weight), device=weight.device)
+        return ContextCache.allocate(shape, num_sequences, length, like)
+
+    def head(self) -> tuple[Tensor, None]:
+        module = self.base_model.model.head_module
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise ValueError(
+                "the LM head (model.transformer.ff_out, or the tied embedding) must stay as it "
+                "is, but an adapter wraps it: anchor target_modules on blocks.N., as "
+                "bwsft.models.lora does"
+            )
+        return module.weight, None
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        self.base_model.model.gradient_checkpointing = enabled
+
+    def set_fused_ops(self, choice: str) -> None:
+        """As :meth:`LladaModel.set_fused_ops`."""
+        self.base_model.model.set_fused_ops(choice)
+
+
+def family_of(config: LladaConfig) -> Family:
+    """The family's facts from a config; ``ValueError`` if it names no mask or end token."""
+    for name in ("mask_token_id", "eos_token_id"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or not 0 <= value < config.vocab_size:
+            raise ValueError(
+                f"config field {name}={value!r} must be a token id below "
+                f"vocab_size={config.vocab_size}"
+            )
+    end_ids = (config.eos_token_id,)
+    if config.mask_token_id == _LLADA_MASK_ID and config.vocab_size > _LLADA_EOT_ID:
+        end_ids += (_LLADA_EOT_ID,)
+    return Family(
+        mask_id=config.mask_token_id,
+        eos_id=config.eos_token_id,
+        end_ids=end_ids,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_sequence_length,
+    )
+
+
+AutoModel.register(LladaConfig, LladaForMaskedDiffusion, exist_ok=True)
+AutoModelForCausalLM.register(LladaConfig, LladaForMaskedDiffusion, exist_ok=True)

@@ -1,0 +1,182 @@
+"""Builds a backbone from a checkpoint, after checking every file of it, or from a config alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from bwsft.data.tokenizer import add_mask_token
+from bwsft.models.backbone import Backbone, Family
+from bwsft.models.families import (
+    DECODERS,
+    SUPPORTED,
+    Facts,
+    _sentence,
+    family_of,
+    model_class,
+    read_config,
+    wrap,
+)
+from bwsft.models.weight_files import Shapes, check_tensors, read_json, stored_shapes
+from bwsft.utils import strict_json
+
+__all__ = ["Facts", "as_backbone", "load_backbone", "new_backbone", "read_family", "set_mask"]
+
+
+def load_backbone(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+    facts: Facts | None = None,
+) -> Backbone:
+    """The model in folder ``path`` (or of a Hugging Face repository id), in eval mode.
+
+    ``dtype`` defaults to the checkpoint's own. ``attn_implementation="flash_attention_2"`` takes
+    the flash-attn package on CUDA instead of torch's varlen attention (LLaDA). ``facts`` fill in
+    what config.json does not say. Config, index and the header of every shard are checked before
+    a weight is read. ``FileNotFoundError`` for a missing file, ``ValueError`` for one that is
+    damaged, does not fit the config, or is of an unsupported model.
+    """
+    folder = model_folder(path)
+    if (folder / "adapter_config.json").exists():  # transformers would load its base instead
+        raise ValueError(f"{folder} holds an adapter, not a model: name a model folder")
+    config = read_config(folder, facts)
+    family = _family(folder, config)
+    stored = stored_shapes(folder)
+    layers = config.num_hidden_layers
+    if layers > len(stored):  # building as many, if only on paper, may take for ever
+        raise ValueError(
+            f"{folder} holds {len(stored)} tensors, too few for the {layers} layers of "
+            "its config.json: take weights and config from the same checkpoint"
+        )
+    expected, tied = _expected_shapes(config, folder)
+    check_tensors(stored, expected, folder, tied)
+    options: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype}
+    if torch.device(device).type != "cpu":
+        options["device_map"] = {"": device}
+    if attn_implementation is not None:
+        if config.model_type != "llada":
+            raise ValueError(f"attn_implementation is for LLaDA, not for {config.model_type}")
+        options["attn_implementation"] = attn_implementation
+    # Given, so that nothing but the checked ids of generation_config.json is read.
+    ends = GenerationConfig(eos_token_id=list(family.end_ids), pad_token_id=config.pad_token_id)
+    model = model_class(config).from_pretrained(
+        folder, config=config, generation_config=ends, **options
+    )
+    try:
+        return wrap(model, family)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def read_family(path: str | Path, facts: Facts | None = None) -> Family:
+    """The family of the model in ``path``, from its JSON files alone; errors as
+    :func:`load_backbone`."""
+    folder = model_folder(path)
+    return _family(folder, read_config(folder, facts))
+
+
+def new_backbone(
+    config: PreTrainedConfig,
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Backbone:
+    """A model of random weights, the same for the same seed, whatever ``dtype`` and ``device``
+    (they are drawn in float32 on the CPU). The caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)(config)
+    return wrap(model.to(device=device, dtype=dtype), family_of(config))
+
+
+def as_backbone(model: Any) -> Backbone:
+    """The Backbone around a loaded model of transformers or peft (one that is a Backbone already
+    comes back as it is). ``ValueError`` for one of an unknown family, or without a [MASK]:
+    :func:`set_mask` gives it one."""
+    if isinstance(model, Backbone):
+        return model
+    inner = getattr(model, "get_base_model", lambda: model)()
+    kind = getattr(getattr(inner, "config", None), "model_type", None)
+    if not isinstance(inner, PreTrainedModel) or kind not in SUPPORTED:
+        raise ValueError(
+            f"{type(inner).__name__} is not a LLaDA of bwsft, nor another model that it knows "
+            f"({', '.join(SUPPORTED)}): import bwsft before AutoModelForCausalLM.from_pretrained, "
+            "or pass a Backbone of bwsft.models"
+        )
+    if not isinstance(inner, model_class(inner.config)):
+        raise ValueError(
+            f"{type(inner).__name__} is not a LLaDA of bwsft, nor a {kind} with its LM head: load "
+            f"{model_class(inner.config).__name__}"
+        )
+    backbone = wrap(inner, family_of(inner.config))
+    backbone.model = model
+    return backbone
+
+
+def set_mask(model: PreTrainedModel, tokenizer: Any, mask_token: str, logit_shift: int) -> None:
+    """Give a loaded model of transformers, and its tokenizer, a [MASK], as `bwsft train` does for
+    --mask-token and --logit-shift; both are changed in place. ``ValueError`` for a shift that the
+    family does not have."""
+    kind, config = model.config.model_type, model.config
+    if kind in DECODERS:
+        config.logit_shift = logit_shift
+    elif logit_shift != (own := int(kind == "Dream")):
+        raise ValueError(f"logit_shift is {own} in a model of type {kind}, not {logit_shift}")
+    config.mask_token_id = add_mask_token(tokenizer, mask_token)
+    if config.eos_token_id is None:
+        config.eos_token_id = Facts.of_tokenizer(tokenizer).eos_id
+
+
+def model_folder(path: str | Path) -> Path:
+    folder = Path(path)
+    if folder.is_dir():
+        strict_json.check_regular(folder)
+        return folder
+    looks_like_repository = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
+    if not looks_like_repository or folder.exists():
+        raise FileNotFoundError(f"{path} is not a folder: give a model folder or a repository id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{path} is neither a folder here nor a repository that could be downloaded "
+            f"({type(error).__name__})"
+        ) from error
+
+
+def _family(folder: Path, config: PreTrainedConfig) -> Family:
+    """The config's family, with the end ids that generation_config.json (optional) adds."""
+    try:
+        family = family_of(config)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    file = folder / "generation_config.json"
+    ids = read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = ids if isinstance(ids, list) else [ids]
+    added = [i for i in ids if type(i) is int and 0 <= i < family.vocab_size]
+    return replace(family, end_ids=tuple(dict.fromkeys((*family.end_ids, *added))))
+
+
+def _expected_shapes(config: PreTrainedConfig, folder: Path) -> tuple[Shapes, dict[str, str]]:
+    """Shapes of the model's tensors, and which are tied to which."""
+    try:
+        with torch.device("meta"):
+            model = model_class(config)(config)
+    except Exception as error:  # sizes that do not fit together fail wherever they first meet
+        raise ValueError(
+            f"{folder / 'config.json'} describes a model that cannot be built ({_sentence(error)})"
+        ) from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return shapes, dict(model.all_tied_weights_keys)

@@ -1,0 +1,138 @@
+"""Shards and their headers against what a config asks for, before a weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from bwsft.utils import strict_json
+
+Shapes = dict[str, tuple[int, ...]]
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MOST_NAMED = 3  # tensors named in one message
+# What checkpoints of transformers hold beside a model with its head: BERT's other heads, and
+# buffers that are computed today.
+_BESIDE = re.compile(
+    r"bert\.pooler\..*|cls\.seq_relationship\..*|.*\.position_ids|.*\.rotary_emb\.inv_freq"
+)
+# The first BERTs name their norms' weights as TensorFlow did; transformers renames them too.
+_RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+def read_json(file: Path) -> dict:
+    """A JSON object; ``FileNotFoundError`` or ``ValueError`` that says what to do."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: give the folder of a complete checkpoint")
+    return strict_json.read_object(file)
+
+
+def shard_files(folder: Path) -> dict[str, list[str] | None]:
+    """Shard name -> the tensors that the index places there (None: no index says)."""
+    if (folder / _SINGLE).is_file():  # transformers takes it too where there is an index beside
+        return {_SINGLE: None}
+    if not (folder / _INDEX).is_file():
+        raise FileNotFoundError(
+            f"{folder} has neither {_INDEX} nor {_SINGLE}: only safetensors weights are read"
+        )
+    index = read_json(folder / _INDEX)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / _INDEX} has no weight_map: copy the index again")
+    if not isinstance(index.get("metadata"), dict):  # transformers relies on it
+        raise ValueError(f"{folder / _INDEX} has no metadata: copy the index again")
+    shards: dict[str, list[str] | None] = {}
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"{folder / _INDEX} names a shard outside the folder: {shard!r}")
+        shards.setdefault(shard, []).append(tensor)
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise FileNotFoundError(
+            f"{folder / _INDEX} names {', '.join(missing)}, which is not there: download the "
+            "checkpoint again"
+        )
+    return shards
+
+
+def stored_shapes(folder: Path) -> Shapes:
+    """Shape of every stored tensor of the model, read from the shards' headers alone."""
+    shapes: Shapes = {}
+    for shard, indexed in shard_files(folder).items():
+        file = folder / shard
+        try:
+            with safe_open(file, framework="pt") as handle:
+                slices = {name: handle.get_slice(name) for name in handle.keys()}
+                stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
+                kinds = {name: part.get_dtype() for name, part in slices.items()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{file} is damaged or cut short ({error}): download it again"
+            ) from error
+        if indexed is not None and set(indexed) != set(stored):
+            raise ValueError(
+                f"{file} and {_INDEX} disagree about {_some(set(indexed) ^ set(stored))}: "
+                "download both again"
+            )
+        for name in [name for name in stored if _BESIDE.fullmatch(name)]:
+            del stored[name], kinds[name]
+        if odd := [name for name, kind in kinds.items() if kind not in _FLOATS]:
+            raise ValueError(
+                f"{file}: {odd[0]} is stored as {kinds[odd[0]]}, not as floating-point numbers: "
+                "take the checkpoint before quantisation"
+            )
+        shapes.update((renamed(name), shape) for name, shape in stored.items())
+    return shapes
+
+
+def renamed(name: str) -> str:
+    stem, dot, rest = name.rpartition("LayerNorm.")
+    return stem + _RENAMED.get(dot + rest, dot + rest)
+
+
+def check_tensors(
+    stored: Shapes, expected: Shapes, folder: Path, tied: Mapping[str, str] | None = None
+) -> None:
+    """``ValueError`` unless exactly the expected tensors are stored, in the expected shapes.
+
+    ``tied``: a tensor's name -> that of the one it is tied to. The first need not be stored; where
+    both are, they must be the same numbers, or the model would not be what was saved.
+    """
+    tied = tied or {}
+    missing = expected.keys() - stored.keys() - tied.keys()
+    unexpected = stored.keys() - expected.keys()
+    if missing:
+        raise ValueError(f"{folder} lacks tensors that its config needs: {_some(missing)}")
+    if unexpected:
+        raise ValueError(f"{folder} has tensors that its config does not know: {_some(unexpected)}")
+    for name in expected.keys() & stored.keys():
+        if stored[name] != expected[name]:
+            raise ValueError(
+                f"{name} in {folder} has shape {stored[name]}, but config.json asks for "
+                f"{expected[name]}: take weights and config from the same checkpoint"
+            )
+    for name, origin in tied.items():
+        if name in stored and not _same(folder, name, origin):
+            raise ValueError(
+                f"config.json in {folder} ties {name} to {origin}, but both are stored and differ: "
+                "set tie_word_embeddings to false"
+            )
+
+
+def _same(folder: Path, *names: str) -> bool:
+    """Whether two tensors hold the same numbers."""
+    found = []
+    for shard in shard_files(folder):
+        with safe_open(folder / shard, framework="pt") as handle:
+            found += [handle.get_tensor(name) for name in names if name in handle.keys()]
+    return found[0].equal(found[1])
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,241 @@
+"""Blockwise SFT under the Hugging Face Trainer, for those who already have one.
+
+    config = presets.llada_8b_lora()             # block size, canvas, context mode, masks, seed
+    train, held_out = load_examples(config, tokenizer, model)
+    trainer = BlockwiseTrainer(
+        model, TrainingArguments("out", max_steps=200, per_device_train_batch_size=4,
+                                 gradient_accumulation_steps=8),
+        config=config, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
+    )
+    trainer.train()
+
+`model` is a LLaDA from `AutoModelForCausalLM` or another model of docs/model_families.md, plain or
+wrapped by peft, or a bwsft Backbone. The loss is that of `bwsft train` on the same examples: masks
+are functions of (config.seed, sample id, visit), and a visit is an epoch of the Trainer. What the
+Trainer has its own settings for (updates, batches, optimiser, schedule, precision, saving) is taken
+from the TrainingArguments alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from bwsft_kernels import MaskSpec
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers import Trainer
+
+from bwsft import config as c
+from bwsft.data import dataset as d
+from bwsft.models.backbone import Backbone, check_context
+from bwsft.models.loading import as_backbone
+from bwsft.objectives import blockwise, classical, nelbo
+from bwsft.training import context_modes as modes
+from bwsft.training.context_modes import Mode
+from bwsft.training.run_data import held_out_spec, layout_of, plan_data
+
+__all__ = ["BlockwiseCollator", "BlockwiseTrainer", "load_examples"]
+
+OBJECTIVES = {"blockwise": blockwise, "classical": classical}
+COLUMNS = ["prompt", "response", "sample_id", "visit"]
+# Of the Trainer's own options: a loss, metrics and logits of other kinds than the objective's.
+FOREIGN = ("model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+
+
+def load_examples(config: c.Config, tokenizer, model) -> tuple[list[dict], list[dict]]:
+    """(training examples, held-out examples) of the run `config`, as `bwsft train` has them:
+    config.data (None: generated word problems), template, lengths, holdout."""
+    data = plan_data(config, tokenizer, as_backbone(model).family)
+    examples = (data.examples.example(int(i)) for i in (*data.train_index, *data.holdout_index))
+    rows = [dict(zip(COLUMNS, example, strict=True)) for example in examples]
+    return rows[: len(data.train_index)], rows[len(data.train_index) :]
+
+
+class BlockwiseCollator:
+    """Features to a packed batch: a dict of the fields of `bwsft.data.packing.Batch`.
+
+    A feature has `prompt` and `response` (token ids; the response with its end token), `sample_id`
+    (its row number in the data: the masks follow it), and may have `visit`, visits before this
+    training. ValueError for features that lack one of them or contain [MASK].
+    """
+
+    def __init__(self, layout: d.CanvasLayout):
+        self.layout = layout
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch = d.pack([self.example(feature) for feature in features], self.layout)
+        # The Trainer takes the first tensor's length for the batch size.
+        return {"sample_ids": batch.sample_ids} | vars(batch)
+
+    def example(self, feature: Mapping[str, Any]) -> d.Example:
+        if missing := [name for name in COLUMNS[:3] if name not in feature]:
+            raise ValueError(
+                f"a training example has no {missing[0]}: BlockwiseTrainer needs prompt, response "
+                "(token ids) and sample_id (the row's number); load_examples makes them"
+            )
+        prompt, response = np.asarray(feature["prompt"]), np.asarray(feature["response"])
+        number = int(feature["sample_id"])
+        if not len(response):
+            raise ValueError(f"example {number} has an empty response")
+        if self.layout.mask_id in prompt or self.layout.mask_id in response:
+            raise ValueError(f"example {number} contains [MASK], id {self.layout.mask_id}")
+        return d.Example(prompt, response, number, int(feature.get("visit", 0)))
+
+
+class BlockwiseTrainer(Trainer):
+    """`transformers.Trainer` with the loss of Blockwise (or classical) SFT.
+
+    config: a bwsft Config; of it count block_size, gen_length, max_length, context (exact or
+    cached), draws_per_context, seed, dataset.canvas and objective. options: the Trainer's own.
+    The training set must have a length; its order, like the masks, follows config.seed.
+    `evaluate` reports the held-out blockwise NELBO (nats per response token, config.eval.draws) as
+    eval_loss. ValueError for what this Trainer cannot do.
+    """
+
+    def __init__(self, model, args=None, *, config: c.Config, **options):
+        self.backbone = as_backbone(model)
+        self.backbone.head()  # ValueError if an adapter wraps it
+        check(config, options)
+        check_context(self.backbone.family, config.context)
+        self.step = StepSettings.of(config, self.backbone)
+        layout = layout_of(config, self.backbone.family)
+        options.setdefault("data_collator", BlockwiseCollator(layout))
+        super().__init__(self.backbone.model, args, **options)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.n_gpu > 1:
+            raise ValueError(
+                "BlockwiseTrainer runs on one device or, started by torchrun, as DDP: for FSDP use "
+                "bwsft train --parallel fsdp; set CUDA_VISIBLE_DEVICES where several GPUs are seen"
+            )
+        if self.args.label_smoothing_factor:
+            raise ValueError("BlockwiseTrainer takes no label_smoothing_factor: leave it at 0")
+        self.model_accepts_loss_kwargs = True  # compute_loss divides by the update's sequences
+        self._signature_columns = COLUMNS
+        self.step = dataclasses.replace(
+            self.step, device=self.args.device, autocast=self.accelerator.autocast
+        )
+
+    @property
+    def visit(self) -> int:
+        """Earlier visits of every example in this training."""
+        return int(self.state.epoch)
+
+    def _get_train_sampler(self, train_dataset=None) -> Sampler | None:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "random":
+            return super()._get_train_sampler(train_dataset)
+        if not hasattr(dataset, "__len__"):
+            raise ValueError("BlockwiseTrainer needs a train_dataset with a length")
+        return VisitOrder(len(dataset), self.step.config.seed, lambda: self.visit)
+
+    def _wrap_model(self, model, training: bool = True, dataloader=None):
+        """Head and loss lie inside the backbone's forward: it is what DDP must wrap."""
+        if not training or model is not self.model:
+            return model
+        return self.accelerator.prepare(self.backbone)
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device):
+        """As the Trainer's, which counts labels, but with the number of sequences of the update,
+        over accumulation and processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        count = torch.tensor(sum(len(batch["sample_ids"]) for batch in batches), device=device)
+        return batches, self.accelerator.gather(count).sum()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None) -> Tensor:
+        """The micro-batch's part of the update's loss: the Trainer sums the parts, and DDP
+        averages over processes."""
+        if return_outputs:
+            raise ValueError("BlockwiseTrainer has no outputs to return: it keeps no logits")
+        batch = d.Batch(**inputs)
+        batch = dataclasses.replace(batch, visits=batch.visits + self.visit)
+        sequences = batch.num_sequences if num_items_in_batch is None else num_items_in_batch
+        scale = self.accelerator.num_processes / sequences
+        step, total = dataclasses.replace(self.step, backbone=model), 0.0
+        for number, loss in enumerate(step.mode.losses(step, batch), 1):
+            part = loss.total * scale
+            if number < step.mode.draws:  # no graph outlives its draw; the last is the Trainer's
+                self.accelerator.backward(part)
+                part = part.detach()
+            total = total + part
+        return total
+
+    @torch.no_grad()
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """(held-out blockwise NELBO of the batch, None, None)."""
+        step, batch = self.step, d.Batch(**self._prepare_inputs(inputs))
+
+        def score(state: nelbo.State) -> Tensor:
+            return step.mode.score(step, state)
+
+        value = nelbo.blockwise_nelbo(score, [batch], step.eval_spec, step.config.eval.draws)
+        return torch.tensor(value, device=self.args.device), None, None
+
+
+class VisitOrder(Sampler):
+    """The order in which `bwsft train` visits examples in the epoch that `visit` names."""
+
+    def __init__(self, count: int, seed: int, visit: Callable[[], int]):
+        self.count, self.seed, self.visit = count, seed, visit
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(d.order(self.count, self.visit(), self.seed).tolist())
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What bwsft.training.context_modes asks of a run."""
+
+    config: c.Config
+    backbone: Any  # in training as the Trainer wraps it
+    objective: ModuleType
+    mode: Mode
+    spec: MaskSpec
+    eval_spec: MaskSpec
+    device: torch.device = torch.device("cpu")
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+    @classmethod
+    def of(cls, config: c.Config, backbone: Backbone) -> StepSettings:
+        objective = OBJECTIVES[config.objective.name]
+        return cls(
+            config=config,
+            backbone=backbone,
+            objective=objective,
+            mode=modes.mode_of(config, backbone.family),
+            spec=objective.mask_spec(config, backbone.family),
+            eval_spec=held_out_spec(config, backbone.family),
+        )
+
+    def corrupt(self, batch: d.Batch, draw: int, block: int | None = None):
+        """(noisy batch, MaskedBatch) of one of the visit's draws."""
+        return modes.corrupt(self, batch, draw, block)
+
+
+def check(config: c.Config, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a config or an option that BlockwiseTrainer cannot follow."""
+    c.validate(config)
+    if config.objective.name not in OBJECTIVES:
+        raise ValueError(
+            f"BlockwiseTrainer trains {' and '.join(OBJECTIVES)} SFT; use bwsft train for "
+            f"objective {config.objective.name}"
+        )
+    if config.context not in ("exact", "cached"):
+        raise ValueError(
+            f"BlockwiseTrainer has context exact and cached; use bwsft train for {config.context}"
+        )
+    if config.objective.blocks in ("each", "all"):
+        raise ValueError(
+            f"BlockwiseTrainer cannot follow objective.blocks {config.objective.blocks!r}, whose "
+            "epochs or forwards are others than the Trainer's; use bwsft train"
+        )
+    if refused := [name for name in FOREIGN if options.get(name) is not None]:
+        raise ValueError(f"BlockwiseTrainer takes no {refused[0]}: its loss is the objective's")

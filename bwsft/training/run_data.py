@@ -1,0 +1,139 @@
+"""The examples of a run: which are trained on, which are held out, and how a batch is laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from bwsft_kernels import MaskSpec
+
+from bwsft import config as c
+from bwsft.data import dataset as d
+from bwsft.data import word_problems as wordproblems
+from bwsft.models.backbone import Family
+from bwsft.objectives import blockwise
+
+GENERATED = 20_000  # word problems of a run without --data
+# Generated problems, held-out examples and their masks don't follow --seed: what differs between
+# two seeds is then the training alone.
+FIXED_SEED = 0
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A tokenised set, its held-out part, and how a batch is laid out."""
+
+    examples: d.TokenizedSet
+    train_index: np.ndarray
+    holdout_index: np.ndarray
+    layout: d.CanvasLayout
+    each: np.ndarray | None = None
+    """[R, 3] (example, block, blocks of the example): an epoch is these rows in random order, not
+    the examples (--objective.blocks each)."""
+
+    @property
+    def epoch(self) -> int:
+        """Sequences of one epoch."""
+        return len(self.train_index if self.each is None else self.each)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.examples.fingerprint
+
+    def slots(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
+        """(example index, earlier visits) of every sequence of optimiser update `step`."""
+        slots = d.slots(step, batch_size, self.epoch, seed)
+        if self.each is None:
+            return [(int(self.train_index[i]), visit) for i, visit in slots]
+        # A traversal is M visits: the objective finds block and traversal in the visit's number.
+        rows = [(self.each[i].tolist(), epoch) for i, epoch in slots]
+        return [(example, epoch * blocks + turn) for (example, turn, blocks), epoch in rows]
+
+    def pack(self, slots: list[tuple[int, int]]) -> d.Batch:
+        return d.pack([self.examples.example(i, visit) for i, visit in slots], self.layout)
+
+    def sample_ids(self, slots: list[tuple[int, int]]) -> list[int]:
+        return [int(self.examples.sample_ids[i]) for i, _ in slots]
+
+    def response_tokens(self, slots: list[tuple[int, int]]) -> int:
+        """Response tokens of these sequences, end tokens and fill included."""
+        pairs = (self.examples.lengths(i) for i, _ in slots)
+        return sum(self.layout.lengths(*pair)[0] for pair in pairs)
+
+    def responses(self) -> Iterator[np.ndarray]:
+        """Token ids of the training responses as the loss sees them, with their fill."""
+        for i in self.train_index.tolist():
+            response = self.examples.response(i)
+            fill = self.layout.lengths(*self.examples.lengths(i))[0] - len(response)
+            yield np.pad(response, (0, fill), constant_values=self.layout.eos_id)
+
+    def holdout_batches(self, size: int) -> Iterator[d.Batch]:
+        for start in range(0, len(self.holdout_index), size):
+            yield self.pack([(int(i), 0) for i in self.holdout_index[start : start + size]])
+
+
+def layout_of(config: c.Config, family: Family) -> d.CanvasLayout:
+    """What lies behind a response of a run `config` on a model `family`."""
+    return d.CanvasLayout(
+        canvas=config.dataset.canvas,
+        block_size=config.block_size,
+        gen_length=config.gen_length,
+        max_length=config.max_length,
+        mask_id=family.mask_id,
+        eos_id=family.eos_id,
+        block_origin=family.block_origin,
+    )
+
+
+def held_out_spec(config: c.Config, family: Family) -> MaskSpec:
+    """Block size, origin and seed of the held-out NELBO's masks."""
+    return dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED)
+
+
+def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
+    """Tokenise, report what was dropped, check lengths against the model, hold some out."""
+    options = d.DataOptions(
+        template=config.dataset.template,
+        max_length=config.max_length,
+        gen_length=config.gen_length,
+        on_bad=config.dataset.on_bad,
+        exclude_type=config.dataset.exclude_type,
+        mask_id=family.mask_id,
+        vocab_size=family.vocab_size,
+    )
+    source, largest = config.data, wordproblems.largest_operand(config.data)
+    if largest is not None:
+        source = wordproblems.generate(GENERATED, FIXED_SEED, largest=largest)
+    examples = d.load_set(source, tokenizer, options, config.dataset.cache_dir)
+    print(examples.summary())
+    if config.dataset.limit is not None:
+        examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
+        print(f"  using the first {len(examples):,} (--dataset.limit)")
+    layout = layout_of(config, family)
+    if (longest := examples.longest_row(layout)) > family.max_positions:
+        raise ValueError(
+            f"prompt + gen_length needs {longest} positions, the model has {family.max_positions}: "
+            "lower --gen-length or --max-length"
+        )
+    if config.dataset.holdout >= len(examples):
+        raise ValueError(
+            f"--dataset.holdout {config.dataset.holdout} leaves nothing of {len(examples)} "
+            "examples to train on"
+        )
+    split = d.split_holdout(len(examples), config.dataset.holdout, FIXED_SEED)
+    each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
+    return TrainingData(examples, *split, layout, each)
+
+
+def every_block(examples: d.TokenizedSet, index: np.ndarray, layout: d.CanvasLayout) -> np.ndarray:
+    """Rows (example, block, blocks of the example) of one traversal of the examples at `index`."""
+    rows = []
+    for i in index.tolist():
+        prompt, response = examples.lengths(i)
+        into = prompt % layout.block_size if layout.block_origin == "absolute" else 0
+        filled, _ = layout.lengths(prompt, response)
+        blocks = -(-(into + filled) // layout.block_size)
+        rows += [(i, turn, blocks) for turn in range(blocks)]
+    return np.array(rows)

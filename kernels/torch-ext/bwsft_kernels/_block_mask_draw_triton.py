@@ -1,0 +1,169 @@
+"""What one draw of `block_mask` decides: the device helpers behind _block_mask_triton.py.
+
+Every decision is an integer comparison on Philox words, so the marks are the bits of the torch
+implementation. `sequences` is a tuple of pointers to [S] int64: row start, row length, prompt
+length, response length, sample id, draw, the given block or the weights [S, max_blocks], the draw
+that chooses the block, the given rate in units of 2^-24, and the given factor (fp64).
+Letters: S sequences, Q of them handled at a time, B block size, M blocks of a response.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from ._block_mask_types import ONE24, MaskInputs, MaskSpec
+from ._device_triton import philox_words
+from .philox import Stream
+
+BLOCK = tl.constexpr(int(Stream.BLOCK))
+RATE = tl.constexpr(int(Stream.RATE))
+MARKS = tl.constexpr(int(Stream.MARKS))
+
+
+@dataclass(frozen=True)
+class DrawPlan:
+    """The compile-time side of MaskSpec, without the seed; probabilities in units of 2^-24."""
+
+    block_size: int
+    mask_id: int
+    low24: int
+    span24: int
+    prefix24: int
+    leak24: int
+    weight: str
+    absolute: bool
+    last: bool
+    pairs: bool
+    sum_blocks: bool
+    given_block: bool
+    weighted_block: bool
+    given_rate: bool
+    given_factor: bool
+
+
+def plan_draw(inputs: MaskInputs, spec: MaskSpec) -> DrawPlan:
+    low24, high24, prefix24, leak24 = (
+        round(chance * ONE24)
+        for chance in (spec.low, spec.high, spec.prefix_noise, spec.suffix_leak)
+    )
+    return DrawPlan(
+        block_size=spec.block_size,
+        mask_id=spec.mask_id,
+        low24=low24,
+        span24=high24 - low24,
+        prefix24=prefix24,
+        leak24=leak24,
+        weight=spec.weight,
+        absolute=spec.block_origin == "absolute",
+        last=spec.empty == "last",
+        pairs=spec.pairs,
+        sum_blocks=spec.block_factor == "sum",
+        given_block=inputs.block is not None,
+        weighted_block=inputs.block_weights is not None,
+        given_rate=inputs.rate is not None,
+        given_factor=inputs.factor is not None,
+    )
+
+
+@triton.jit
+def u24_of(position, draw, sample, stream: tl.constexpr, key):
+    high = (sample >> 32) | (stream << 24)
+    word, _, _, _ = philox_words(position, draw, sample & 0xFFFFFFFF, high, key[0], key[1])
+    return (word >> 8).to(tl.int64)
+
+
+@triton.jit
+def choose_block(seq, inside, sequences, max_blocks, key, PLAN: tl.constexpr):
+    """(index, start, length, weight numerator in fp64) of the active block; seq [Q]."""
+    prompt = tl.load(sequences[2] + seq, mask=inside, other=0)
+    response = tl.load(sequences[3] + seq, mask=inside, other=0)
+    sample = tl.load(sequences[4] + seq, mask=inside, other=0)
+    draw = tl.load(sequences[7] + seq, mask=inside, other=0)
+    origin = prompt
+    if PLAN.absolute:
+        origin = prompt - prompt % PLAN.block_size
+    end = prompt + response
+    blocks = (end - origin + PLAN.block_size - 1) // PLAN.block_size
+    blocks = tl.where(response > 0, blocks, 0)
+    if PLAN.pairs:
+        draw = draw & -2
+    inverse_rho = blocks.to(tl.float64)
+    if PLAN.given_block:
+        index = tl.load(sequences[6] + seq, mask=inside, other=0)
+    else:
+        u24 = u24_of(seq * 0, draw, sample, BLOCK, key)
+        index = (u24 * blocks) >> 24
+        if PLAN.weighted_block:
+            weights = sequences[6] + seq * max_blocks
+            total = blocks * 0
+            for m in range(max_blocks):
+                total += tl.load(weights + m, mask=inside, other=0)
+            threshold = (u24 * total) >> 24
+            cumulative = blocks * 0
+            index = blocks * 0
+            for m in range(max_blocks):
+                cumulative += tl.load(weights + m, mask=inside, other=0)
+                index += (cumulative <= threshold).to(tl.int64)
+            index = tl.where(blocks > 0, index, 0)
+            chosen = tl.load(weights + index, mask=inside, other=1)
+            inverse_rho = total.to(tl.float64) / tl.maximum(chosen, 1).to(tl.float64)
+    start = tl.maximum(origin + index * PLAN.block_size, prompt)
+    length = tl.minimum(end, origin + (index + 1) * PLAN.block_size) - start
+    length = tl.where(blocks > 0, length, 0)
+    factor = inverse_rho
+    if not PLAN.sum_blocks:
+        factor = inverse_rho / tl.maximum(blocks, 1).to(tl.float64)
+    if PLAN.given_factor:
+        factor = factor * tl.load(sequences[9] + seq, mask=inside, other=0)
+    return index, start, length, factor
+
+
+@triton.jit
+def marked(position, draw, sample, rate24, flip, key):
+    return (u24_of(position, draw, sample, MARKS, key) < rate24) != flip
+
+
+@triton.jit
+def rate_of(seq, inside, draw, sample, sequences, key, PLAN: tl.constexpr):
+    if PLAN.given_rate:
+        rate24 = tl.load(sequences[8] + seq, mask=inside, other=0)
+    else:
+        rate24 = PLAN.low24 + ((PLAN.span24 * u24_of(seq * 0, draw, sample, RATE, key)) >> 24)
+    return rate24
+
+
+@triton.jit
+def draw_marks(
+    seq, inside, start, length, sequences, key, PLAN: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """How to mark: (draw, rate24, complement?, force the last token?, marks [Q, BLOCK_B])."""
+    sample = tl.load(sequences[4] + seq, mask=inside, other=0)
+    draw = tl.load(sequences[5] + seq, mask=inside, other=0)
+    offset = tl.arange(0, BLOCK_B)[None, :]
+    position = start[:, None] + offset
+    in_block = offset < length[:, None]
+    rate24 = rate_of(seq, inside, draw, sample, sequences, key, PLAN)
+    flip = tl.zeros_like(draw) != 0
+    if PLAN.pairs:
+        even = draw & -2
+        shared24 = rate_of(seq, inside, even, sample, sequences, key, PLAN)
+        marks = marked(
+            position, even[:, None], sample[:, None], shared24[:, None], flip[:, None], key
+        )
+        some = tl.max((marks & in_block).to(tl.int32), axis=1)
+        rest = tl.max((in_block & ~marks).to(tl.int32), axis=1)
+        both = (some & rest) > 0
+        if PLAN.weight == "flat":
+            both = both | True
+        flip = both & ((draw & 1) == 1)
+        rate24 = tl.where(both, shared24, rate24)
+        draw = tl.where(both, even, draw)
+    marks = in_block & marked(
+        position, draw[:, None], sample[:, None], rate24[:, None], flip[:, None], key
+    )
+    force = tl.zeros_like(draw) != 0
+    if PLAN.last:
+        force = tl.max(marks.to(tl.int32), axis=1) == 0
+        marks = marks | (force[:, None] & (offset == length[:, None] - 1))
+    return draw, rate24, flip, force, marks

@@ -1,0 +1,192 @@
+"""The sampler's head: token, confidence, entropy and margin of each row, without kept logits.
+
+Letters: N rows, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ._dispatch import graph_break, triton_twin
+from ._linear_cross_entropy_args import check_head, matmul_dtype
+from ._matmul import no_autocast, plan_chunks, wide_logits
+from .philox import gumbel, gumbel_key, gumbel_u24
+
+LOGITS_BYTES = 512 << 20
+ROW_BLOCK_BYTES = 16 << 20  # the Gumbel numbers of a block take about 10 times this
+
+
+@dataclass(frozen=True)
+class GumbelKey:
+    """Where noise comes from: seed, and request, step, position [...] int64 of each row.
+
+    Equal keys give equal noise, in any batch and on any device (`philox.gumbel_u24`).
+    """
+
+    seed: int
+    request: torch.Tensor
+    step: torch.Tensor
+    position: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LinearArgmax:
+    """token [...] int64; confidence, entropy, margin [...] fp32 (fp64 for fp64 input).
+
+    entropy and margin are None unless wanted. nan_flag: 0-dim bool on the device, set if a row has
+    a NaN confidence; the token of that row means nothing.
+    """
+
+    token: torch.Tensor
+    confidence: torch.Tensor
+    entropy: torch.Tensor | None
+    margin: torch.Tensor | None
+    nan_flag: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ArgmaxOptions:
+    """Validated options. banned ids leave choice and normaliser, hidden_id the choice only."""
+
+    banned: tuple[int, ...]
+    hidden_id: int | None
+    temperature: float
+    entropy: bool
+    margin: bool
+    softcap: float | None
+    round_bf16: bool
+
+
+@graph_break
+@torch.no_grad()
+def linear_argmax(
+    input,
+    linear_weight,
+    *,
+    linear_bias=None,
+    banned_ids=(),
+    mask_id: int | None = None,
+    subs: bool = False,
+    temperature: float = 0.0,
+    gumbel: GumbelKey | None = None,
+    want=("confidence",),
+    softcap: float | None = None,
+    round_logits: str | None = None,
+    impl: str = "auto",
+) -> LinearArgmax:
+    """Choose a token for each row of input [..., D] under the head linear_weight [V, D].
+
+    Logits are accumulated in fp32 (fp64 for fp64 input); round_logits="bf16" rounds them as a bf16
+    model would. banned_ids can't be chosen and leave the softmax; mask_id can't be chosen, and with
+    subs leaves the softmax too. The lowest id wins a tie.
+    confidence: softmax probability of the chosen token, at temperature 1 and without noise; entropy
+    (nats) of that softmax; margin: between the two likeliest tokens that can be chosen.
+    temperature > 0 chooses argmax(logit / temperature + Gumbel noise), i.e. samples, and needs
+    `gumbel`. No gradient. ValueError for options that don't fit.
+    """
+    check_head(input, linear_weight, linear_bias)
+    job = _options(
+        banned_ids, mask_id, subs, temperature, gumbel, want, softcap, round_logits,
+        len(linear_weight),
+    )
+    dtype = matmul_dtype(input, linear_weight, linear_bias)
+    x = input.reshape(-1, input.shape[-1]).to(dtype)
+    noise = _noise_key(gumbel, input) if temperature > 0 else None
+    twin = triton_twin(impl, x, "_linear_argmax_triton")
+    compute = twin.head_argmax if twin else _argmax_torch
+    bias = None if linear_bias is None else linear_bias.to(dtype)
+    with no_autocast(x.device):
+        token, *numbers = compute(x, linear_weight.to(dtype), bias, job, noise)
+    shape = input.shape[:-1]
+    numbers = [None if value is None else value.view(shape) for value in numbers]
+    return LinearArgmax(token.view(shape), *numbers, nan_flag=torch.isnan(numbers[0]).any())
+
+
+def _options(banned, mask_id, subs, temperature, key, want, softcap, round_logits, vocabulary):
+    banned = {int(token) for token in banned}
+    hidden = mask_id
+    if mask_id is not None and (subs or mask_id in banned):
+        banned, hidden = banned | {mask_id}, None
+    gone = banned | ({hidden} - {None})
+    if any(not 0 <= token < vocabulary for token in gone):
+        raise ValueError(f"banned_ids and mask_id must lie in [0, {vocabulary})")
+    if len(gone) == vocabulary:
+        raise ValueError("banned_ids and mask_id leave no token to choose")
+    if subs and mask_id is None:
+        raise ValueError("subs needs mask_id")
+    if not temperature >= 0 or (temperature > 0 and key is None):
+        raise ValueError("temperature must be 0, or positive with a gumbel key")
+    unknown = set(want) - {"confidence", "entropy", "margin"}
+    if unknown:
+        raise ValueError(f"want may hold confidence, entropy and margin, not {sorted(unknown)}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, not {softcap}")
+    if round_logits not in (None, "bf16"):
+        raise ValueError(f'round_logits must be None or "bf16", not {round_logits!r}')
+    return ArgmaxOptions(
+        tuple(sorted(banned)), hidden, float(temperature), "entropy" in want, "margin" in want,
+        softcap, round_logits == "bf16",
+    )
+
+
+def _noise_key(key: GumbelKey, input):
+    """[5, N] int64: position, step, request and the two key words of each row."""
+    shape, rows = input.shape[:-1], []
+    for name in ("position", "step", "request"):
+        value = torch.as_tensor(getattr(key, name), dtype=torch.int64, device=input.device)
+        if value.shape not in (shape, ()):
+            raise ValueError(f"gumbel.{name} must be {list(shape)}, not {list(value.shape)}")
+        rows.append(value.expand(shape).reshape(-1))
+    return torch.stack([*rows, *gumbel_key(key.seed, rows[2])])
+
+
+def _argmax_torch(x, weight, bias, job: ArgmaxOptions, noise):
+    """(token, confidence, entropy or None, margin or None), each [N]."""
+    size, vocabulary = len(x), len(weight)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    token = torch.empty(size, dtype=torch.int64, device=x.device)
+    confidence = torch.empty(size, dtype=wide, device=x.device)
+    entropy = torch.empty_like(confidence) if job.entropy else None
+    margin = torch.empty_like(confidence) if job.margin else None
+    row_bytes = vocabulary * wide.itemsize
+    block = max(1, ROW_BLOCK_BYTES // row_bytes)
+    for start, stop in plan_chunks(size, row_bytes, LOGITS_BYTES):
+        logits = wide_logits(x[start:stop], weight, bias)
+        for first in range(start, stop, block):
+            rows = slice(first, min(first + block, stop))
+            values = logits[first - start : rows.stop - start]
+            part = None if noise is None else noise[:, rows]
+            results = _block_argmax(values, job, part)
+            for out, value in zip((token, confidence, entropy, margin), results, strict=True):
+                if out is not None:
+                    out[rows] = value
+    return token, confidence, entropy, margin
+
+
+def _block_argmax(values, job: ArgmaxOptions, noise):
+    """values [n, V] fp32 or fp64, scratch; noise [5, n] or None -> four results, each [n]."""
+    if job.softcap is not None:
+        values.div_(job.softcap).tanh_().mul_(job.softcap)
+    if job.round_bf16:
+        values = values.bfloat16().to(values.dtype)
+    values[:, list(job.banned)] = float("-inf")
+    top = values.amax(1, keepdim=True)
+    values -= top
+    weights = values.exp()  # [n, V], the softmax times norm
+    norm = weights.sum(1)
+    entropy = margin = None
+    if job.entropy:
+        entropy = norm.log() - (weights * values.masked_fill(weights == 0, 0)).sum(1) / norm
+    if job.hidden_id is not None:
+        values[:, job.hidden_id] = float("-inf")
+    if job.margin:
+        best = values.topk(min(2, values.shape[1]), dim=1).values.exp() / norm[:, None]
+        margin = best[:, 0] - best[:, 1:].sum(1)
+    choice = values
+    if noise is not None:
+        position, step, request, *key = noise
+        u24 = gumbel_u24(values.shape[1], position, step, request, key)
+        choice = values + job.temperature * gumbel(u24, values.dtype)
+    token = choice.argmax(1)
+    confidence = values.gather(1, token[:, None])[:, 0].exp() / norm
+    return token, confidence, entropy, margin

@@ -1,0 +1,97 @@
+"""The loss benchmark on a tiny shape: its last line, its memory figures, and a gate that closes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SMALL = "--batch 2 --length 32 --hidden 16 --rows 8 --vocab 20000 --rounds 2".split()
+
+
+@pytest.fixture
+def bench_loss(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return pytest.importorskip("bench_loss")
+
+
+def test_last_line_and_file(tmp_path):
+    file = tmp_path / "out.json"
+    command = [sys.executable, str(BENCHMARKS / "bench_loss.py"), *SMALL, "--json", str(file),
+               "--variants", "naive", "liger", "fused", "--head", "trainable"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert set(last) == {"bench", "device", "commit", "variants", "speedup"}
+    assert "liger" in done.stdout and "liger" not in last["variants"]
+    naive, fused = last["variants"]["naive"], last["variants"]["fused"]
+    tokens, rows, hidden, vocabulary = 64, 8, 16, 20_000
+    assert naive["flops"] == 3 * 2 * tokens * hidden * vocabulary
+    assert fused["flops"] == 3 * 2 * rows * hidden * vocabulary
+    assert naive["tokens_per_s"] == pytest.approx(tokens / naive["median_s"])
+    assert fused["supervised_tokens_per_s"] == pytest.approx(rows / fused["median_s"])
+    assert last["speedup"]["fused"] == pytest.approx(naive["median_s"] / fused["median_s"])
+    # Full logits and their softmax are 2 x 4.9 MiB.
+    assert naive["peak_bytes"] > 2 * tokens * vocabulary * 4 * 0.9 > fused["peak_bytes"]
+    content = json.loads(file.read_text())
+    (point,) = content["points"]
+    assert point["settings"]["rows"] == 8 and len(point["results"]) == 3
+    assert content["header"]["command"].startswith("python benchmarks/bench_loss.py --batch 2")
+    assert str(tmp_path) not in content["header"]["command"]
+
+
+def test_sweep_changes_one_setting_at_a_time(bench_loss, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_loss, "SWEEP", {"rows": (4, 8, 16), "vocab": (50, 100)})
+    file, plot = tmp_path / "out.json", tmp_path / "out.png"
+    bench_loss.main([*SMALL[:-4], "--vocab", "200", "--rounds", "1", "--sweep", "--no-memory",
+                     "--phase", "forward", "--variants", "naive", "fused",
+                     "--json", str(file), "--plot", str(plot)])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["variants"]["naive"]["flops"] == 2 * 64 * 16 * 200
+    assert last["variants"]["fused"]["flops"] == 2 * 8 * 16 * 200
+    shapes = [(p["settings"]["rows"], p["settings"]["vocab"])
+              for p in json.loads(file.read_text())["points"]]
+    assert shapes == [(8, 200), (4, 200), (16, 200), (8, 50), (8, 100)]
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_missing_peer_says_why(bench_loss, monkeypatch):
+    monkeypatch.setattr(bench_loss.importlib.util, "find_spec", lambda name: None)
+    for device in ("cpu", "cuda"):
+        found = bench_loss.losses(torch.device(device))
+        assert set(found) == {"naive", "compiled", "torch_lce", "torch_lce_chunked", "chunked_nll",
+                              "liger", "cce", "fused"}
+        assert "pip install liger-kernel" in found["liger"]
+        assert "pip install cut-cross-entropy" in found["cce"]
+    monkeypatch.setattr(bench_loss.importlib.util, "find_spec", lambda name: object())
+    assert "need a CUDA device" in bench_loss.losses(torch.device("cpu"))["liger"]
+
+
+def test_gate_refuses_a_wrong_loss_and_a_wrong_gradient(bench_loss):
+    generator = torch.Generator().manual_seed(0)
+    problem = bench_loss.Problem(
+        torch.randn(12, 4, generator=generator).requires_grad_(),
+        torch.randn(30, 4, generator=generator),
+        torch.randint(30, (12,), generator=generator),
+    )
+    problem.target[::2] = -100
+    truth, naive = bench_loss.find_truth(problem), bench_loss.naive
+    for right in (naive, bench_loss.chunked_nll, bench_loss.linear_cross_entropy):
+        assert bench_loss.check(right, problem, truth) == ""
+    # What fp32 may lose here is below 1e-5.
+    assert 2e-7 < min(truth.bounds) <= max(truth.bounds) < 1e-5
+    assert "loss" in bench_loss.check(lambda *a: naive(*a) * 1.00002, problem, truth)
+    halved = lambda *a: naive(*a).detach() / 2 + naive(*a) / 2  # noqa: E731
+    assert "dx" in bench_loss.check(halved, problem, truth)
+
+
+def test_nothing_is_timed_when_the_fused_loss_is_wrong(bench_loss, monkeypatch):
+    right = bench_loss.linear_cross_entropy
+    monkeypatch.setattr(bench_loss, "linear_cross_entropy", lambda *a, **k: right(*a, **k) * 1.01)
+    timed = []
+    monkeypatch.setattr(bench_loss.harness, "time_interleaved", lambda *a, **k: timed.append(a))
+    with pytest.raises(SystemExit, match="fused failed the check: loss is off"):
+        bench_loss.main([*SMALL, "--variants", "naive", "fused"])
+    assert not timed

@@ -1,0 +1,127 @@
+"""The page of results, the tables and the plots that it is made of, and `bwsft bench`."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bwsft.commands import bench as bench_command
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return pytest.importorskip("report")
+
+
+def point(settings, **seconds):
+    return {"settings": settings, "results": [
+        {"name": name, "median_s": s, "low_s": s, "high_s": s, "flops": 10**9, "peak_bytes": 2**20,
+         "phases": {"total": s}} for name, s in seconds.items()
+    ]}  # fmt: skip
+
+
+def result_file(points, bench="loss"):
+    header = {"device": "cpu", "torch": "2", "triton": None, "python": "3", "commit": "abc",
+              "dirty": True, "date": "2026-01-01", "peak_flops": 1e10, "peak_bytes_per_s": None}
+    return {"bench": bench, "header": header, "remarks": ["As it is."], "points": points}
+
+
+def test_the_committed_page_is_what_its_files_make(report, tmp_path):
+    """A new result or page: run python benchmarks/report.py."""
+    folder = tmp_path / "results"
+    shutil.copytree(RESULTS, folder)
+    (folder / "README.md").unlink()
+    report.main([str(folder)])
+    assert (folder / "README.md").read_text() == (RESULTS / "README.md").read_text()
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in RESULTS.iterdir())
+
+
+def test_every_link_of_the_page_leads_somewhere():
+    text = (RESULTS / "README.md").read_text()
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert links and all((RESULTS / link).exists() for link in links)
+    anchors = re.findall(r"\]\(#([^)]+)\)", text)
+    headings = [line[3:].lower() for line in text.splitlines() if line.startswith("## ")]
+    assert anchors == headings
+
+
+def test_a_page_with_a_failure(report, tmp_path):
+    content = result_file([point({"rows": 8}, naive=0.2, fused=0.1)])
+    content["points"][0]["results"].append({"name": "liger", "note": "out of memory"})
+    (tmp_path / "one.json").write_text(json.dumps(content))
+    (tmp_path / "other.json").write_text("[1]")
+    (tmp_path / "page.md").write_text("# A study\n")
+    report.main([str(tmp_path)])
+    text = (tmp_path / "README.md").read_text()
+    assert "- [A study](page.md)" in text and "other" not in text
+    assert "| [one](#one) | LM head and loss | cpu | 2026-01-01 | fused 2.00x |" in text
+    assert "| fused | 100 | 100-100 | 2.00 | 1 | 1 | 100.0% |" in text  # 1 GFLOP at 10 GFLOP/s
+    assert "| liger |  |  |  |  |  |  |\n\n- liger: out of memory\n" in text
+    assert "commit abc, with changes that are not in it; 2026-01-01" in text and "As it is." in text
+    assert (tmp_path / "one.png").exists()
+
+
+def test_sections_by_benchmark_and_the_newest_first(report, tmp_path):
+    for name, bench, date in (("a", "step", "2026-01-02"), ("b", "loss", "2026-01-01"),
+                              ("c", "loss", "2026-01-03"), ("d", "loss", "2026-01-03")):
+        content = result_file([point({"rows": 8}, naive=0.2)], bench)
+        content["header"]["date"] = date
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert re.findall(r"^## (.)", report.render(tmp_path), re.M) == ["c", "d", "b", "a"]
+
+
+def test_a_sweep_is_what_differs_in_one_number(report, tmp_path):
+    from lib import figures
+
+    shapes = [(8, 100), (4, 100), (16, 100), (8, 50), (16, 50)]
+    points = [point({"rows": r, "vocab": v, "head": "frozen"}, naive=0.1 * r) for r, v in shapes]
+    found = figures.sweeps([(p["settings"], p["results"]) for p in points])
+    assert {key: [(s["rows"], s["vocab"]) for s, _ in line] for key, line in found.items()} == {
+        "rows": [(4, 100), (8, 100), (16, 100)], "vocab": [(8, 50), (8, 100)]}
+    figures.draw(result_file(points), str(tmp_path / "lines.png"))
+    figures.draw(result_file(points[:1]), str(tmp_path / "bars.png"))
+    assert figures.sweeps([(p["settings"], p["results"]) for p in points[:2]]) == {}
+    sizes = {(tmp_path / f"{name}.png").stat().st_size for name in ("lines", "bars")}
+    assert len(sizes) == 2 and min(sizes) > 5_000
+
+
+BENCH = """
+import json, sys
+print("a table")
+print(json.dumps({"bench": "x", "device": "cpu", "commit": "abc", "speedup": {"naive": 1, "own": 4},
+    "variants": {"naive": {"median_s": 2, "peak_bytes": 2**22}, "own": {"median_s": 0.5,
+    "peak_bytes": 2**20}}}))
+"""
+
+
+def test_bench_prints_one_table(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench_command, "FOLDER", tmp_path)
+    (tmp_path / "harness.py").touch()
+    (tmp_path / "bench_loss.py").write_text(BENCH)
+    (tmp_path / "bench_mask.py").write_text("raise SystemExit('the check failed: labels')")
+    assert bench_command.run_bench(bench_command.BenchOptions(only=("loss", "mask"))) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "cpu, commit abc"
+    assert lines[3].split() == ["loss", "own", "500", "4", "1", "25", "%"]
+    assert "mask" in lines[4] and "the check failed: labels" in lines[4]
+    assert bench_command.run_bench(bench_command.BenchOptions(only=("loss",))) == 0
+
+
+def test_bench_without_a_checkout(monkeypatch, tmp_path, capsys):
+    from bwsft.cli import main
+
+    monkeypatch.setattr(bench_command, "FOLDER", tmp_path / "site-packages/benchmarks")
+    assert main(["bench"]) == 2
+    assert "clone it" in capsys.readouterr().err
+
+
+def test_bench_names_every_quick_benchmark():
+    assert bench_command.FOLDER == BENCHMARKS
+    files = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
+    assert set(bench_command.QUICK) == files

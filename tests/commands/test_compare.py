@@ -1,0 +1,104 @@
+"""`bwsft compare`: its figures against two runs of the decoder, and its agreement by hand."""
+
+import json
+
+import pytest
+
+from bwsft.cli import main
+from bwsft.commands.compare import agreement, divergence
+from bwsft.decoding.generate import Commit, Generation
+from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
+from bwsft.utils.flops import flop_counter
+
+WORDS = "--gen-length 12 --block-size 4 --steps 6 --template none --batch-size 3".split()
+
+
+def generation(tokens, commits, steps):
+    return Generation(tokens, False, steps, [Commit(*c, 0.5) for c in commits], steps)
+
+
+def test_agreement_by_hand():
+    a = generation([5, 6, 7, 8], [(0, 0, 5), (1, 1, 6), (2, 3, 8), (2, 2, 7)], 3)
+    cases = [
+        (generation([5, 6, 7, 8], [(0, 0, 5), (1, 1, 6), (2, 2, 7), (2, 3, 8)], 3), None, 4, 4),
+        (generation([5, 6], [(0, 0, 5), (1, 1, 6)], 2), None, 2, 4),  # ends earlier
+        (generation([5, 9, 7, 8], [(0, 0, 5), (1, 1, 9), (2, 3, 8), (2, 2, 7)], 3), 1, 3, 4),
+        (generation([5, 6, 7, 8, 9], [(0, 1, 6), (1, 0, 5), (2, 3, 8)], 4), 0, 4, 5),
+    ]
+    for other, step, equal, total in cases:
+        assert divergence(a, other) == divergence(other, a) == step
+        found = agreement([a], [other])
+        assert found["token_agreement"] == equal / total
+        assert found["identical"] == (other.tokens == a.tokens)
+        assert (found["first_divergence"], found["diverged"]) == (step, float(step is not None))
+    together = agreement([a] * 4, [other for other, *_ in cases])
+    assert together["token_agreement"] == 13 / 17 and together["diverged"] == 0.5
+    assert together["first_divergence"] == 1 and together["identical"] == 0.25
+
+
+@pytest.fixture
+def questions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": q, "answer": f"so\n#### {len(q)}"} for q in ("1+1", "What?", "7", "x")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folder, capsys):
+    model = str(model_folder())
+    command = ["--model", model, "--data", str(questions), "--dtype", "float64", *WORDS]
+    assert main(["compare", "--modes", "cached,exact", *command, "--json", "c.json"]) == 0
+    shown = capsys.readouterr().out
+    result = json.loads((questions.parent / "c.json").read_text())
+    assert result["questions"] == 4
+    histories = []
+    for row in result["modes"]:
+        options = DecoderOptions(
+            gen_length=12, block_size=4, steps=6, template="none", batch_size=3, dtype="float64",
+            context=row["mode"],
+        )  # fmt: skip
+        decoder = Decoder.load(model, options)
+        with flop_counter() as counter:
+            found = list(decoder.answers(decoder.encode(["1+1", "What?", "7", "x"]), trace=True))
+        histories.append(found)
+        assert row["flops"] == counter.get_total_flops() / 4
+        assert row["passes"] == row["steps"] == sum(g.steps for g in found) / 4
+        assert f"{row['flops'] / 1e9:.3g}" in shown
+        folder = questions.parent / f"{row['mode']}.jsonl"
+        main(["evaluate", "--task", "gsm8k", "--context", row["mode"], *command, "--save",
+              str(folder)])  # fmt: skip
+        again = evaluate(EvaluateOptions("gsm8k", outputs=folder, data=questions))
+        assert row["accuracy"] == again["accuracy"]
+        assert row["mean_tokens"] == sum(len(g.tokens) for g in found) / 4
+    first, second = result["modes"]
+    assert (first["mode"], second["mode"]) == ("cached", "exact")
+    assert (first["token_agreement"], first["first_divergence"]) == (1.0, None)
+    expected = agreement(*histories)
+    assert {name: second[name] for name in expected} == expected
+    assert first["flops"] < second["flops"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--modes exact,warm", "--modes has 'warm': choose from exact"),
+        ("--modes exact", "at least two modes, each once"),
+        ("--modes exact,exact", "at least two modes, each once"),
+        ("--context exact", "leave it out"),
+        ("--rule apd --mixture 1", "rule apd decodes under context exact alone"),
+        ("--refresh 2", "--refresh does not fit every context mode"),
+        ("--cfg-scale 1", "--cfg-scale does not fit"),
+        ("--suffix absent", "--suffix does not fit"),
+        ("--limit 0", "--limit must be at least 1"),
+    ],
+)
+def test_what_compares_nothing_is_one_line(questions, capsys, words, message):
+    assert main(["compare", "--data", str(questions), *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_data_is_needed(capsys):
+    assert main(["compare"]) == 2
+    assert "needs --data FILE" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""`bwsft evaluate` from the command line: a file of outputs, and a model that answers first."""
+
+import json
+
+import pytest
+
+from bwsft.cli import main
+from bwsft.commands import evaluate as evaluate_command
+from bwsft.commands.evaluate import EvaluateCommand, run_evaluate
+from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
+
+
+@pytest.fixture
+def questions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": q, "answer": f"so\n#### {len(q)}"} for q in ("1+1", "What?", "7", "x")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_outputs_are_scored_as_by_the_function(questions, tmp_path, capsys):
+    outputs = tmp_path / "out.jsonl"
+    rows = [{"question": "1+1", "output": "#### 3"}, {"question": "What?", "output": "#### 4"}]
+    outputs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--outputs", str(outputs), "--data", str(questions), "--json", "r.json"]
+    assert main(["evaluate", "--task", "gsm8k", *words]) == 0
+    assert "50.00 %" in capsys.readouterr().out
+    found = json.loads((tmp_path / "r.json").read_text())
+    again = evaluate(EvaluateOptions("gsm8k", outputs=outputs, data=questions))
+    assert (found["run"], found["accuracy"], found["count"]) == (again["run"], 0.5, 2)
+    # A decoder's setting is none of a file's score.
+    assert found["settings"].keys() == again["settings"].keys()
+
+
+def test_a_model_answers_with_the_options_given(questions, tmp_path, model_folder):
+    folder = model_folder()
+    words = "--gen-length 12 --block-size 4 --steps 6 --template none --batch-size 2 --limit 3"
+    command = ["--task", "gsm8k", "--model", str(folder), "--data", str(questions), *words.split()]
+    assert main(["evaluate", *command, "--save", "s.jsonl", "--json", "r.json"]) == 0
+    options = DecoderOptions(gen_length=12, block_size=4, steps=6, template="none")
+    expected = make_decoder(str(folder), options)(["1+1", "What?", "7"])
+    rows = read(tmp_path / "s.jsonl")
+    assert [(r["output"], r["tokens"], r["truncated"]) for r in rows] == [
+        (text, tokens, not ended) for text, tokens, ended in expected
+    ]
+    settings = json.loads((tmp_path / "r.json").read_text())["settings"]
+    assert (settings["steps"], settings["limit"]) == (6, 3)  # part of the run's name
+    # The same settings may write again, others may not.
+    assert main(["evaluate", *command, "--save", "s.jsonl"]) == 0
+    assert main(["evaluate", *command, "--save", "s.jsonl", "--seed", "2"]) == 2
+
+
+def test_mistakes_are_found_before_a_model_is_read(questions, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate_command, "make_decoder", None)
+    for words, message in (
+        ("--model m", "--model needs --data FILE"),
+        ("", "give either --outputs FILE"),
+        ("--model m --data gone.jsonl", "gone.jsonl: no such file"),
+        ("--model m --data gsm8k.jsonl --limit 0", "--limit must be at least 1"),
+    ):
+        assert main(["evaluate", "--task", "gsm8k", *words.split()]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError])
+def test_math_verify_that_does_not_work_is_one_line(questions, monkeypatch, capsys, error):
+    def fail(*args):
+        raise error("math-verify is not here: do this")
+
+    monkeypatch.setattr(evaluate_command, "evaluate", fail)
+    assert main(["evaluate", "--task", "math", "--outputs", "x"]) == 2
+    assert capsys.readouterr().err == "bwsft evaluate: math-verify is not here: do this\n"
+    monkeypatch.setattr(evaluate_command, "evaluate", lambda *a: [][0])
+    with pytest.raises(IndexError):  # other failures keep their traceback
+        run_evaluate(EvaluateCommand("math", outputs=questions))

@@ -1,0 +1,263 @@
+"""Tokenised sets: what is kept, dropped and refused, and the cache on disk."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bwsft.data import dataset as data
+from bwsft.data import token_cache
+from bwsft.data.dataset import CanvasLayout, DataOptions, load_set, pack
+
+EOS = 256
+PLAIN = DataOptions(template="none", max_length=20, gen_length=8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per byte, and EOS."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
+
+
+def records(*pairs):
+    return [{"query": query, "response": response} for query, response in pairs]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+MIXED = records(
+    ("q", "r"),
+    ("too long" * 3, "r"),
+    ("  ", "empty prompt"),
+    ("q", "\n"),
+    ("exactly", "20 tokens..."),
+    ("one over", "20 tokens..."),
+    ("longer", "than 8 ids"),
+)
+
+
+def test_kept_dropped_and_reported(tokenizer):
+    kept = load_set(MIXED, tokenizer, PLAIN)
+    assert kept.sample_ids.tolist() == [0, 4, 6]
+    text = [(tokenizer.decode(kept.prompt(i)), tokenizer.decode(kept.response(i))) for i in (0, 1)]
+    assert text == [("q", "r<|eos|>"), ("exactly", "20 tokens...<|eos|>")]
+    assert all(kept.response(i).tolist().count(EOS) == 1 for i in range(3))
+    assert kept.prompt(0).dtype == kept.response(0).dtype == np.int32
+    assert kept.report == {
+        "records": 7,
+        "kept": 3,
+        "dropped": {"empty prompt": 1, "empty response": 1, "longer than max_length 20": 2},
+        "skipped": [],
+        "gen_length": 8,
+        "longer_than_gen_length": 2 / 3,
+        "lengths": {
+            "prompt": {"min": 1, "50%": 6, "90%": 7, "99%": 7, "max": 7},
+            "response": {"min": 2, "50%": 11, "90%": 13, "99%": 13, "max": 13},
+            "both": {"min": 3, "50%": 17, "90%": 20, "99%": 20, "max": 20},
+        },
+    }
+    assert json.loads(json.dumps(kept.report)) == kept.report
+    lines = kept.summary().splitlines()
+    assert lines[0] == "kept 3 of 7 records (42.86%)"
+    assert "  dropped 2: longer than max_length 20" in lines
+    assert lines[-1] == "  66.7% of responses exceed gen_length 8"
+
+
+def test_nothing_left(tokenizer):
+    with pytest.raises(ValueError, match="none of the 2 records is left: 1 empty response, 1 long"):
+        load_set(records(("q", ""), ("q" * 30, "r")), tokenizer, PLAIN)
+    with pytest.raises(ValueError, match="there are no records in the list"):
+        load_set([], tokenizer, PLAIN)
+
+
+def test_blank_file(tokenizer, tmp_path):
+    path = tmp_path / "blank.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(ValueError, match="there are no records in .*blank.jsonl"):
+        load_set(path, tokenizer, PLAIN, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_malformed_record_stops_or_is_skipped(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", records(("a", "b")) * 2 + [{"query": "c"}] * 25)
+    with path.open("a") as file:
+        file.write('{"query": "cut')
+    with pytest.raises(ValueError, match=r"a.jsonl, line 3 has 'query' but no 'response'.*on_bad"):
+        load_set(path, tokenizer, PLAIN, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    options = DataOptions(template="none", on_bad="skip")
+    for _ in range(2):  # built, then from the cache
+        kept = load_set(path, tokenizer, options, tmp_path)
+        assert kept.sample_ids.tolist() == [0, 1]
+        assert kept.report["dropped"] == {"malformed": 26}
+        assert [entry["where"] for entry in kept.report["skipped"]] == [
+            f"{path}, line {n}" for n in range(3, 23)
+        ]
+        assert kept.report["skipped"][0]["reason"].startswith("has 'query' but no 'response'")
+    assert f"    {path}, line 3 has 'query'" in kept.summary()
+    with pytest.raises(ValueError, match="none of the 1 records is left: 1 malformed; .*'query'"):
+        load_set([{"query": "c"}], tokenizer, options)
+
+
+def test_records_of_an_excluded_type(tokenizer):
+    rows = [row | {"type": t} for row, t in zip(MIXED, ["GSM_SV", "MATH_SV"] * 4, strict=False)]
+    options = DataOptions(template="none", max_length=40, exclude_type="GSM")
+    kept = load_set(rows, tokenizer, options)
+    assert kept.sample_ids.tolist() == [1, 5]
+    assert kept.report["dropped"] == {"type contains GSM": 4, "empty response": 1}
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="on_bad is 'ignore', not 'stop' or 'skip'"):
+        DataOptions(on_bad="ignore")
+    with pytest.raises(ValueError, match="max_length must be at least 2"):
+        DataOptions(max_length=1)
+
+
+def test_mask_and_vocabulary_are_checked(tokenizer):
+    rows = records(("fine", "ok"), ("X" * 30, "dropped"), ("a", "an X here"))
+    ids = tokenizer("X")["input_ids"]
+
+    def check(**options):
+        load_set(rows, tokenizer, DataOptions(template="none", max_length=20, **options))
+
+    with pytest.raises(ValueError, match=rf"record 3 of the list contains \[MASK\], id {ids[0]}"):
+        check(mask_id=ids[0])
+    with pytest.raises(ValueError, match="record 1 .* token id 256, outside .* vocabulary of 256"):
+        check(vocab_size=256)
+    check(mask_id=257, vocab_size=257)
+    rows.pop()  # what is left of "X" is in a dropped example
+    check(mask_id=ids[0])
+
+
+def test_selection_and_longest_row(tokenizer):
+    whole = load_set(MIXED, tokenizer, PLAIN)
+    part = whole.select(np.array([2, 0]))
+    assert part.sample_ids.tolist() == [6, 0]
+    assert part.prompt(0).tolist() == whole.prompt(2).tolist()
+    assert part.response(1).tolist() == whole.response(0).tolist()
+    assert part.fingerprint == whole.fingerprint
+    example = whole.example(1, visit=3)
+    assert (example.sample_id, example.visit, len(example.response)) == (4, 3, 13)
+    layout = CanvasLayout(mask_id=257, eos_id=EOS, block_size=4, gen_length=8, max_length=20)
+    assert whole.longest_row(layout) == 7 + 16
+    assert whole.longest_row(layout) == pack([whole.example(1)], layout).max_length
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write(tmp_path / "source.jsonl", records(*((f"q{i}", f"r{i}") for i in range(30))))
+
+
+def tokens_of(kept):
+    return [(kept.prompt(i).tolist(), kept.response(i).tolist()) for i in range(len(kept))]
+
+
+def test_cache_is_used_and_mapped(tokenizer, source, tmp_path, monkeypatch):
+    first = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
+    monkeypatch.setattr(data, "_tokenise", None)  # any further tokenising fails
+    second = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
+    assert isinstance(second.tokens, np.memmap) and not second.tokens.flags.writeable
+    assert tokens_of(first) == tokens_of(second)
+    assert first.fingerprint == second.fingerprint
+    assert first.report == second.report
+    # The same tokens serve another limit, under another fingerprint.
+    tight = load_set(
+        source, tokenizer, DataOptions(template="none", max_length=5), tmp_path / "cache"
+    )
+    assert len(tight) == 10
+    assert tight.fingerprint != first.fingerprint
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]
+
+
+def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypatch):
+    def entries():
+        return len(list((tmp_path / "cache").iterdir()))
+
+    first = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
+    twin = tmp_path / "twin.jsonl"
+    twin.write_bytes(source.read_bytes())
+    assert load_set(twin, tokenizer, PLAIN, tmp_path / "cache").fingerprint == first.fingerprint
+    assert entries() == 1
+    twin.write_bytes(source.read_bytes().replace(b"r29", b"r28"))
+    assert load_set(twin, tokenizer, PLAIN, tmp_path / "cache").fingerprint != first.fingerprint
+    assert entries() == 2
+    other = DataOptions(template="metamath", max_length=300)
+    assert load_set(source, tokenizer, other, tmp_path / "cache").fingerprint != first.fingerprint
+    assert entries() == 3
+    load_set(source, tokenizer, DataOptions(template="none", on_bad="skip"), tmp_path / "cache")
+    load_set(source, tokenizer, DataOptions(template="none", exclude_type="x"), tmp_path / "cache")
+    assert entries() == 5
+    grown = copy.deepcopy(tokenizer)
+    grown.add_tokens(["q1"])
+    other = load_set(source, grown, PLAIN, tmp_path / "cache")
+    assert other.fingerprint != first.fingerprint
+    assert other.prompt(1).tolist() == [257]
+    assert entries() == 6
+    edited = tmp_path / "templates.py"
+    edited.write_text(Path(data.templates.__file__).read_text() + "# edited\n")
+    monkeypatch.setattr(data.templates, "__file__", str(edited))
+    load_set(source, tokenizer, PLAIN, tmp_path / "cache")
+    assert entries() == 7
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "garbage", "empty", "header"])
+def test_damaged_cache_is_rebuilt(tokenizer, source, tmp_path, damage):
+    cache = tmp_path / "cache"
+    first = load_set(source, tokenizer, PLAIN, cache)
+    (path,) = cache.iterdir()
+    content = bytearray(path.read_bytes())
+    if damage == "truncated":
+        content = content[:-40]
+    elif damage == "flipped":
+        content[-1] ^= 1
+    elif damage == "header":
+        content[:8] = (2**40).to_bytes(8, "little")
+    else:
+        content = b"garbage" * 50 if damage == "garbage" else b""
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="rebuilding the damaged token cache"):
+        again = load_set(source, tokenizer, PLAIN, cache)
+    assert tokens_of(again) == tokens_of(first)
+    assert list(cache.iterdir()) == [path]
+    assert token_cache.load(path) is not None
+
+
+def test_a_run_survives_an_unwritable_cache(tokenizer, source, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="can't cache tokens in"):
+        assert len(load_set(source, tokenizer, PLAIN, tmp_path / "file" / "cache")) == 30
+
+
+def test_default_cache_folder(tokenizer, source, tmp_path, monkeypatch):
+    monkeypatch.setenv("BWSFT_CACHE", str(tmp_path / "from_env"))
+    load_set(source, tokenizer, PLAIN)
+    assert len(list((tmp_path / "from_env").iterdir())) == 1
+    load_set(records(("a", "b")), tokenizer, PLAIN)  # a list isn't cached
+    assert len(list((tmp_path / "from_env").iterdir())) == 1
+    monkeypatch.delenv("BWSFT_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    load_set(source, tokenizer, PLAIN)
+    assert len(list((tmp_path / "home" / ".cache" / "bwsft").iterdir())) == 1
+
+
+def test_chunks_join_seamlessly(tokenizer, monkeypatch):
+    rows = records(*((f"q{i}", f"r{i}") for i in range(10)), ("", "dropped"), ("z", "z"))
+    whole = load_set(rows, tokenizer, PLAIN)
+    monkeypatch.setattr(data, "CHUNK", 3)
+    parts = load_set(rows, tokenizer, PLAIN)
+    assert tokens_of(whole) == tokens_of(parts)
+    assert parts.sample_ids.tolist() == [*range(10), 11]
+    assert whole.fingerprint == parts.fingerprint

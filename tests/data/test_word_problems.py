@@ -1,0 +1,70 @@
+"""Generated word problems: right sums, disjoint splits, the same text everywhere."""
+
+import re
+
+import pytest
+
+from bwsft.data.records import normalise
+from bwsft.data.word_problems import STORIES, generate, largest_operand
+
+
+def test_every_equation_is_right_and_the_last_is_the_answer():
+    operations = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
+    for record in generate(500, seed=1) + generate(200, seed=1, split="test"):
+        steps, answer = record["response"].split("\nThe answer is: ")
+        equations = re.findall(r"(\d+) ([+x-]) (\d+) = (\d+)\.", steps)
+        assert len(equations) == 2
+        for left, sign, right, result in equations:
+            assert operations[sign](int(left), int(right)) == int(result)
+        assert equations[0][3] == equations[1][0]
+        assert equations[1][3] == answer
+        assert normalise(record).messages[0][1].endswith("?")
+        numbers = re.findall(r"\d+", record["query"])
+        assert numbers == [equations[0][0], equations[0][2], equations[1][2]]
+
+
+def test_splits_share_no_numbers():
+    def sums(records):
+        return {(r["response"], r["query"].split()[1]) for r in records}
+
+    train, test = sums(generate(5000, seed=1)), sums(generate(1000, seed=2, split="test"))
+    assert len(test) > 300
+    assert not train & test
+
+
+def test_generation_is_a_pure_function():
+    assert generate(50, seed=1) == generate(60, seed=1)[:50]
+    assert generate(50, seed=1) != generate(50, seed=2)
+    assert generate(1, seed=0) == PINNED
+    assert len({r["query"].split()[1] + r["response"][:9] for r in generate(300)}) > 30
+
+
+PINNED = [
+    {
+        "query": "Leo fills 6 bags with 7 books each and sells 6. How many books stay?",
+        "response": "6 x 7 = 42. 42 - 6 = 36.\nThe answer is: 36",
+    }
+]
+
+
+def test_numbers_are_configurable():
+    largest = max(int(n) for r in generate(300, largest=40) for n in re.findall(r"\d+", r["query"]))
+    assert 40 <= largest <= 80  # the loss story shows the sum of two operands
+    with pytest.raises(ValueError, match="largest must be at least 6"):
+        generate(1, largest=2)
+    with pytest.raises(ValueError, match="unknown split 'dev'"):
+        generate(1, split="dev")
+
+
+def test_every_story_appears_in_both_splits():
+    words = ("then finds", "gives", "loses", "bags of", "fills")
+    assert len(words) == len(STORIES)
+    for split in ("train", "test"):
+        text = " ".join(r["query"] for r in generate(300, split=split))
+        assert all(word in text for word in words)
+
+
+def test_names_of_generated_data():
+    assert [largest_operand(name) for name in (None, "wordproblems-20")] == [9, 20]
+    others = ("wordproblems", "wordproblems-x.jsonl", "data/train.jsonl", "meta-math/MetaMathQA")
+    assert [largest_operand(name) for name in others] == [None] * 4

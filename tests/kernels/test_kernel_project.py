@@ -1,0 +1,88 @@
+"""The kernels folder as a Hugging Face kernel project, as far as that can be tested offline."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2] / "kernels"
+PACKAGE = PROJECT / "torch-ext/bwsft_kernels"
+
+
+def test_build_file():
+    """Fields of edition 5; the builder refuses a file with any other."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser")
+    build = tomllib.loads((PROJECT / "build.toml").read_text(encoding="utf-8"))
+    assert set(build) == {"general", "torch-noarch"} and build["torch-noarch"] == {}
+    general = build["general"]
+    assert set(general) == {"name", "version", "edition", "license", "backends"}
+    assert re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", general["name"])
+    assert (PROJECT / "torch-ext" / general["name"].replace("-", "_")) == PACKAGE
+    assert type(general["version"]) is int and general["edition"] == 5
+    assert set(general["backends"]) <= {"cpu", "cuda"}
+    card = (PROJECT / "CARD.md").read_text(encoding="utf-8")
+    assert card.startswith("---\n") and f"license: {general['license']}\n" in card
+    assert (PROJECT / "flake.nix").exists() and PACKAGE.joinpath("__init__.py").exists()
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
+def test_what_the_loader_and_the_builder_refuse(path):
+    """Absolute imports of the package break under a unique name; operators need a prefix."""
+    assert path.stem != PACKAGE.name
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            assert all(alias.name.split(".")[0] != PACKAGE.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert node.module.split(".")[0] != PACKAGE.name
+    for name in ("custom_op", "triton_op", "register_fake", "torch.library", "torch.ops."):
+        assert name not in text
+
+
+LOAD = """
+import importlib.util, sys
+sys.modules["bwsft_kernels"] = None  # importing it by that name would fail now
+spec = importlib.util.spec_from_file_location("loaded_1f2e", sys.argv[1] + "/__init__.py")
+module = sys.modules["loaded_1f2e"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+import torch
+x, head = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8)
+target, tables = torch.tensor([1, -100, 3, 4, -100, 6]), torch.rand(2, 6, 1, 4)
+results = []
+for impl in ("torch", "triton"):
+    loss = module.linear_cross_entropy(x, head, target, impl=impl)
+    grad, = torch.autograd.grad(loss, x)
+    tokens = module.linear_argmax(x.detach(), head, impl=impl).token
+    spec = module.MaskSpec(block_size=4, mask_id=49)
+    masked = module.block_mask(target.clamp(min=0)[None], [1], [5], spec, impl=impl)
+    normed, total = module.rms_norm(x, torch.ones(8), 1e-5, x, impl=impl)
+    turned, _ = module.rotary(x[:, None], None, *tables, impl=impl)
+    small = [t.detach() for t in (normed, total, turned, module.swiglu(x, x, impl=impl))]
+    results.append([loss.detach(), grad, tokens, masked.noisy_ids, *small])
+for one, other in zip(*results):
+    torch.testing.assert_close(one, other)
+assert set(module.__all__) == {
+    "GumbelKey", "LinearArgmax", "MaskSpec", "MaskedBatch", "Stream", "block_mask", "linear_argmax",
+    "linear_cross_entropy", "philox_uniform", "rms_norm", "rotary",
+    "swiglu",
+}
+print("loaded")
+"""
+
+
+def test_loads_from_any_path_under_another_name(tmp_path):
+    """As the Hub's loader does it; with Triton, whose files must import each other relatively."""
+    pytest.importorskip("triton", reason="exists for Linux alone")
+    folder = tmp_path / "torch-cuda"
+    shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {"TRITON_INTERPRET": "1", "PATH": "", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", LOAD, str(folder)],
+        env=environment, capture_output=True, text=True, cwd=tmp_path,
+    )
+    assert run.stdout == "loaded\n", run.stderr

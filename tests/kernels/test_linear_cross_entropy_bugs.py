@@ -1,0 +1,276 @@
+"""Bugs that users reported of other fused losses, replayed here: what happened, and what is right.
+
+`repository#number` names the public report.
+"""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bwsft_kernels import linear_cross_entropy as loss_of
+
+N, D, V = 12, 5, 131  # 131 is no multiple of any tile
+
+
+def problem(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, D, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
+    target = torch.randint(V, (N,), generator=generator)
+    target[::3] = -100
+    return x, weight, target
+
+
+def full(x, weight, target, **options):
+    return F.cross_entropy(F.linear(x, weight).float(), target, **options)
+
+
+def grads(loss, *tensors, upstream=None, **options):
+    upstream = torch.ones_like(loss) if upstream is None else upstream
+    return torch.autograd.grad(loss, tensors, upstream, **options)
+
+
+def assert_close(actual, expected):
+    """fp32 sums of at most V terms of size 1."""
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+NOTHING_COUNTS = {
+    "Liger-Kernel#177, torchtune#2341: every label ignored, division by zero or NaN":
+        lambda x, t: (x, torch.full_like(t, -100), {}),
+    "ml-cross-entropy#49: no rows, backward divides by their number":
+        lambda x, t: (x[:0], t[:0], {}),
+    "Automodel#3804: every weight is 0": lambda x, t: (x, t, dict(row_weight=torch.zeros(N))),
+    "a host count of 0": lambda x, t: (x, torch.full_like(t, -100), dict(num_rows=0)),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("report", NOTHING_COUNTS)
+def test_zero_connected_to_the_graph(report, reduction):
+    """trl#6859: a loss without graph leaves a rank without gradients, and DDP waits for ever."""
+    x, weight, target = problem()
+    rows, target, options = NOTHING_COUNTS[report](x, target)
+    loss = loss_of(rows, weight, target, reduction=reduction, **options)
+    assert loss.shape == (target.shape if reduction == "none" else ())
+    assert not loss.any() and loss.requires_grad
+    for grad, like in zip(grads(loss, x, weight), (x, weight), strict=True):
+        assert grad.shape == like.shape and not grad.any()
+
+
+UPSTREAM = {
+    "Liger-Kernel#968: first row's for all": torch.randn(N, generator=torch.manual_seed(1)),
+    "TransformerEngine#623: expanded, stride 0": torch.tensor(2.0).expand(N),
+    "verl#6960: strided": torch.randn(N, 2, generator=torch.manual_seed(2))[:, 1],
+    "unsloth-zoo#434: scaled by DDP or a loss scaler": torch.full((N,), 1024.0),
+}
+
+
+@pytest.mark.parametrize("report", UPSTREAM)
+def test_upstream_of_reduction_none(report):
+    x, weight, target = problem()
+    upstream = UPSTREAM[report]
+    own = grads(loss_of(x, weight, target, reduction="none"), x, weight, upstream=upstream)
+    expected = grads(full(x, weight, target, reduction="none"), x, weight, upstream=upstream)
+    scale = float(upstream.abs().max())
+    assert_close([g / scale for g in own], [g / scale for g in expected])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_second_backward_sees_the_same_gradients(reduction):
+    """quack#209, and Liger: the saved gradients were scaled in place, so twice came 2x."""
+    x, weight, target = problem()
+    loss = loss_of(x, weight, target, reduction=reduction)
+    upstream = torch.full_like(loss, 3.0)
+    first = grads(loss, x, weight, upstream=upstream, retain_graph=True)
+    second = grads(loss, x, weight, upstream=upstream)
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+    assert_close(first, [3 * g for g in grads(full(x, weight, target, reduction=reduction),
+                                              x, weight, upstream=torch.ones_like(loss))])
+    with pytest.raises(RuntimeError, match="second time"):
+        grads(loss, x, weight)
+
+
+def test_double_backward_raises():
+    x, weight, target = problem()
+    for reduction in ("sum", "none"):
+        loss = loss_of(x, weight, target, reduction=reduction).sum()
+        first = grads(loss, x, weight, create_graph=True)
+        assert_close(first, grads(full(x, weight, target, reduction="sum"), x, weight))
+        for grad in first:
+            with pytest.raises(RuntimeError, match="second derivative"):
+                grad.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_survives_in_place_operations(reduction):
+    """unsloth#3769, #2435: the loss was a view, and `loss *= k` failed."""
+    x, weight, target = problem()
+    loss = loss_of(x.view(3, 4, D), weight, target.view(3, 4), reduction=reduction)
+    loss *= 0.5
+    loss += 1
+    own = grads(loss.sum(), x, weight)
+    expected = grads(full(x, weight, target, reduction=reduction).sum() * 0.5, x, weight)
+    assert_close(own, expected)
+
+
+TRAINED = ["x", "weight", "bias", "x weight", "x bias", "x weight bias", ""]
+
+
+@pytest.mark.parametrize("train", TRAINED)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_only_what_needs_a_gradient_gets_one(train, reduction):
+    """VeOmni#1017: a copied tensor lost requires_grad. Liger-Kernel#507: frozen input, loss 0."""
+    x, weight, target = problem()
+    bias = torch.randn(V, generator=torch.manual_seed(3), requires_grad=True)
+    tensors = dict(x=x, weight=weight, bias=bias)
+    trained = [tensors[name] for name in train.split()]
+    for tensor in tensors.values():
+        tensor.requires_grad_(any(tensor is one for one in trained))
+    loss = loss_of(x, weight, target, linear_bias=bias, reduction=reduction)
+    expected = F.cross_entropy(F.linear(x, weight, bias), target, reduction=reduction)
+    assert_close([loss], [expected])
+    assert loss.requires_grad == bool(trained)
+    if trained:
+        assert_close(grads(loss.sum(), *trained), grads(expected.sum(), *trained))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_no_gradient_is_made_where_none_is_wanted(context, monkeypatch):
+    module = sys.modules["bwsft_kernels._linear_cross_entropy"]
+    wanted, kernel = [], module.cross_entropy_rows_
+    monkeypatch.setattr(
+        module, "cross_entropy_rows_", lambda *a: wanted.append(a[-1]) or kernel(*a)
+    )
+    x, weight, target = problem()
+    with context():
+        loss = loss_of(x, weight, target)
+    assert wanted == [False] and not loss.requires_grad
+    assert_close([loss], [full(x, weight, target)])
+    loss_of(x, weight, target)
+    assert wanted == [False, True]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 63, 127, 128, 129, 257])
+def test_no_column_beyond_the_vocabulary_counts(vocabulary):
+    """verl#2899, ml-cross-entropy#59: padded columns added exp(0), or met the ignored label."""
+    x = -20 * torch.ones(4, 1)
+    weight = torch.ones(vocabulary, 1) + torch.arange(vocabulary)[:, None] / vocabulary
+    last = vocabulary - 1
+    for ignore_index in (-100, last):
+        target = torch.tensor([last, 0, ignore_index, last])
+        loss = loss_of(x, weight, target, reduction="none", ignore_index=ignore_index)
+        expected = full(x, weight, target, reduction="none", ignore_index=ignore_index)
+        assert_close([loss], [expected])
+        assert (loss >= 0).all()
+
+
+@pytest.mark.parametrize("wrong", [V, V + 5, -1, 2**40])
+def test_targets_outside_the_vocabulary_raise(wrong):
+    """Liger reads a neighbour's logit and returns a finite wrong loss."""
+    x, weight, target = problem()
+    target[4] = wrong
+    with pytest.raises(ValueError, match=rf"target {wrong} of row 4 .*\[0, 131\)"):
+        loss_of(x, weight, target)
+    assert torch.isfinite(loss_of(x, weight, target, row_weight=(target != wrong).float()))
+
+
+def test_excluded_target_raises():
+    x, weight, target = problem()
+    with pytest.raises(ValueError, match=f"target {int(target[4])} of row 4 is the excluded_id"):
+        loss_of(x, weight, target, excluded_id=int(target[4]))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("w_dtype", DTYPES)
+def test_every_pair_of_dtypes_in_and_out_of_autocast(x_dtype, w_dtype, autocast):
+    """Liger-Kernel#305, #501, axolotl#2847: fp32 hidden states against a bf16 head."""
+    x, weight, target = problem()
+    x, weight = (t.detach().to(d).requires_grad_() for t, d in ((x, x_dtype), (weight, w_dtype)))
+    context = torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext()
+    with context:
+        try:
+            logits = F.linear(x, weight)
+        except RuntimeError:
+            with pytest.raises(ValueError, match="autocast"):
+                loss_of(x, weight, target)
+            return
+        loss = loss_of(x, weight, target)
+        expected = F.cross_entropy(logits if x_dtype == torch.float64 else logits.float(), target)
+    assert loss.dtype == expected.dtype
+    own, theirs = grads(loss, x, weight), grads(expected, x, weight)
+    assert [g.dtype for g in own] == [x_dtype, w_dtype]
+    # Inputs and gradients are rounded to the same 8 or 11 bits, at other places.
+    eps = torch.finfo(logits.dtype).eps
+    torch.testing.assert_close(loss, expected, rtol=0, atol=4 * eps)
+    for one, other in zip(own, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=4 * eps, atol=2 * eps)
+
+
+def test_backward_inside_and_outside_autocast_agree():
+    x, weight, target = problem()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(x, weight, target, reduction="none").sum()
+        inside = grads(loss, x, weight, retain_graph=True)
+    outside = grads(loss, x, weight)
+    assert all(torch.equal(one, two) for one, two in zip(inside, outside, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_fp16_keeps_small_gradients_and_takes_a_loss_scale(reduction):
+    """Liger-Kernel#512: fp16 diverged. V 256k: w * p is below 6e-8; a scale of 65536 overflows."""
+    generator = torch.manual_seed(0)
+    x = torch.randn(4, 8, generator=generator).half().requires_grad_()
+    weight = (0.1 * torch.randn(2**18, 8, generator=generator)).half()
+    target = torch.tensor([0, 7, 2**17, 2**18 - 1])
+    row_weight = torch.tensor([1e-4, 2e-4, 1e-4, 1e-4])
+
+    def gradient(scale):
+        loss = (loss_of(x, weight, target, row_weight=row_weight, reduction=reduction)).sum()
+        return grads(loss * scale, x)[0].double() / scale
+
+    wide = x.detach().double().requires_grad_()
+    truth = grads(
+        (full64(wide, weight.double(), target) * row_weight).sum(), wide
+    )[0]
+    for scale in (1.0, 65536.0):
+        assert (gradient(scale) - truth).abs().max() < 4 * 2**-11 * truth.abs().max()
+
+
+def test_gradients_of_sure_rows_keep_their_digits():
+    """1 - p is 2.5e-6 here; as fp32 difference it would be off by percents."""
+    weight = torch.tensor([[14.0], [0.0], [0.0], [0.5]])
+    x, target = torch.ones(2, 1), torch.tensor([0, 0])
+
+    def gradient(dtype):
+        leaf = x.to(dtype).requires_grad_()
+        return grads(loss_of(leaf, weight.to(dtype), target, reduction="sum"), leaf)[0].double()
+
+    torch.testing.assert_close(gradient(torch.float32), gradient(torch.float64), rtol=1e-5, atol=0)
+
+
+def full64(x, weight, target):
+    return F.cross_entropy(F.linear(x, weight), target, reduction="none")
+
+
+def test_fp16_weight_gradient_of_many_equal_rows_stays_finite():
+    """Ours: row weights are scaled up for fp16, and 33 equal rows of size 60 then summed past the
+    largest fp16 number before the scale was taken back."""
+    generator = torch.Generator().manual_seed(999)
+    x = (torch.randn(1, 33, generator=generator) * 30).half().expand(33, 33)
+    weight = torch.randn(63, 33, generator=generator).half().requires_grad_()
+    target = torch.zeros(33, dtype=torch.long)
+    loss = loss_of(x, weight, target, label_smoothing=0.9)
+    (grad,) = torch.autograd.grad(loss, [weight])
+    wide = weight.detach().double().requires_grad_()
+    truth = F.cross_entropy(x.double() @ wide.T, target, label_smoothing=0.9)
+    (expected,) = torch.autograd.grad(truth, [wide])
+    assert grad.isfinite().all()
+    torch.testing.assert_close(grad.double(), expected, rtol=2e-2, atol=2e-2)

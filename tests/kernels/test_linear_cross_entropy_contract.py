@@ -1,0 +1,218 @@
+"""linear_cross_entropy: which rows are multiplied, what is refused, and how it lives with torch."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bwsft_kernels import linear_cross_entropy
+
+N, D, V = 24, 6, 37
+
+
+def problem(kept=10, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    target = torch.randint(V, (N,), generator=generator)
+    target[torch.randperm(N, generator=generator)[kept:]] = -100
+    return x, weight, target
+
+
+def value_and_grads(x, weight, target, **options):
+    loss = linear_cross_entropy(x, weight, target, **options)
+    return loss, *torch.autograd.grad(loss.sum(), (x, weight))
+
+
+def assert_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """Shapes of the logits that the row kernel sees."""
+    module, shapes = sys.modules["bwsft_kernels._linear_cross_entropy"], []
+    kernel = module.cross_entropy_rows_
+
+    def spy(logits, *rest):
+        shapes.append(tuple(logits.shape))
+        return kernel(logits, *rest)
+
+    monkeypatch.setattr(module, "cross_entropy_rows_", spy)
+    return shapes
+
+
+def test_only_rows_that_count_are_multiplied(kernel_calls):
+    x, weight, target = problem()
+    linear_cross_entropy(x, weight, target)
+    weights = torch.ones(N)
+    weights[(target != -100).nonzero()[:4, 0]] = 0
+    linear_cross_entropy(x, weight, target, row_weight=weights)
+    linear_cross_entropy(x, weight, torch.full_like(target, -100))
+    assert kernel_calls == [(10, V), (6, V)]
+
+
+def test_chunks_keep_to_their_bytes(kernel_calls):
+    x, weight, target = problem()
+    linear_cross_entropy(x, weight, target, chunk_bytes=4 * V * 8)
+    assert kernel_calls == [(4, V), (4, V), (2, V)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_row_blocks_change_no_bit(monkeypatch, dtype):
+    x, weight, target = problem(dtype=dtype)
+    options = dict(row_weight=torch.rand(N), label_smoothing=torch.rand(N), softcap=5.0)
+    whole = value_and_grads(x, weight, target, **options)
+    module = sys.modules["bwsft_kernels._cross_entropy_torch"]
+    monkeypatch.setattr(module, "ROW_BLOCK_BYTES", 3 * V * 8)
+    parts = value_and_grads(x, weight, target, **options)
+    assert all(torch.equal(one, two) for one, two in zip(whole, parts, strict=True))
+
+
+def test_ignored_rows_get_exactly_zero_and_may_hold_anything():
+    x, weight, target = problem()
+    dirty = x.detach().clone()
+    dirty[target == -100] = float("nan")
+    dirty.requires_grad_()
+    loss, grad, grad_weight = value_and_grads(dirty, weight, target)
+    assert not grad[target == -100].any() and grad[target != -100].all()
+    assert_same((loss, grad, grad_weight), value_and_grads(x, weight, target))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("excluded", [None, 0, 5])
+def test_num_rows_takes_the_head_of_the_list(reduction, excluded):
+    """What block_mask returns: real rows first, then a tail of ignored ones."""
+    x, weight, target = problem(kept=N)
+    target[target == (-1 if excluded is None else excluded)] = 1
+    target[13:], weights = -100, torch.rand(N) + 0.5
+    target[4], weights[7] = -100, 0
+    options = dict(reduction=reduction, row_weight=weights, excluded_id=excluded)
+    expected = value_and_grads(x, weight, target, **options)
+    for num_rows in (13, 16, N):
+        assert_same(value_and_grads(x, weight, target, num_rows=num_rows, **options), expected)
+    with pytest.raises(ValueError, match="num_rows=4"):
+        linear_cross_entropy(x, weight, target, num_rows=4)
+    with pytest.raises(ValueError, match="num_rows"):
+        linear_cross_entropy(x, weight, target, num_rows=N + 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_synchronises_when_the_count_is_known(reduction):
+    """On the meta device any read of a value raises."""
+    x, weight, target = (t.detach().to("meta") for t in problem())
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, weight, target, num_rows=16, reduction=reduction,
+                                row_weight=torch.ones(N, device="meta"))
+    loss.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.detach().t().contiguous().t(),
+    "strided": lambda x: torch.stack([x.detach()] * 2, dim=1)[:, 0],
+    "shifted view": lambda x: torch.cat([x.detach(), x.detach()[:1]])[:-1],
+    "rows of a 3-d slice": lambda x: F.pad(x.detach().view(2, 12, D), (0, 0, 0, 1))[:, :-1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_of_input_and_weight(layout):
+    x, weight, target = problem()
+    expected = value_and_grads(x, weight, target)
+    moved = LAYOUTS[layout](x).requires_grad_()
+    columns = weight.detach().t().contiguous().t().requires_grad_()
+    loss, grad, grad_weight = value_and_grads(moved, columns, target.view(moved.shape[:-1]))
+    assert_same((loss, grad.reshape(N, D), grad_weight), expected)
+
+
+def test_expanded_input_is_one_row_many_times():
+    x, weight, target = problem(kept=N)
+    row = x.detach()[:1].requires_grad_()
+    loss = linear_cross_entropy(row.expand(N, D), weight, target)
+    expected = F.cross_entropy((row @ weight.T).expand(N, V), target)
+    assert_same(torch.autograd.grad(loss, row), torch.autograd.grad(expected, row))
+
+
+def test_integer_targets_of_any_width():
+    x, weight, target = problem()
+    expected = linear_cross_entropy(x, weight, target)
+    for dtype in (torch.int32, torch.int16, torch.int8):
+        assert torch.equal(linear_cross_entropy(x, weight, target.to(dtype)), expected)
+    assert torch.equal(linear_cross_entropy(x, weight, target, ignore_index=None), expected)
+
+
+def test_results_are_the_same_bits_every_time():
+    x, weight, target = problem(dtype=torch.float32)
+    one, two = value_and_grads(x, weight, target), value_and_grads(x, weight, target)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_compiles_around_one_graph_break():
+    x, weight, target = problem()
+
+    def step(x, weight, target):
+        return linear_cross_entropy(x * 2, weight, target) * 3
+
+    compiled = torch.compile(step, backend="eager")
+    loss, expected = compiled(x, weight, target), step(x, weight, target)
+    assert_same((loss, *torch.autograd.grad(loss, (x, weight))),
+                (expected, *torch.autograd.grad(expected, (x, weight))))
+    assert torch._dynamo.explain(step)(x, weight, target).graph_break_count == 1
+
+
+def test_distributed_head_is_refused():
+    """ml-cross-entropy#31, Liger-Kernel#767: a DTensor head ended in an illegal access."""
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, weight, target = problem()
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = DTensor.from_local(weight.detach(), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="linear_weight is a DTensor"):
+            linear_cross_entropy(x, sharded, target)
+    finally:
+        dist.destroy_process_group()
+
+
+GOOD = dict(zip(("input", "linear_weight", "target"), problem(), strict=True))
+BAD_CALLS = {
+    "weight .per class.": dict(weight=torch.ones(V)),
+    "options": dict(options=object()),
+    "ZeRO-3": dict(linear_weight=torch.zeros(0)),
+    "not empty": dict(linear_weight=torch.zeros(0, D)),
+    r"must be \[V, D\]": dict(linear_weight=torch.zeros(3, 4, D)),
+    "must end in the 5 columns": dict(linear_weight=torch.zeros(V, 5)),
+    "linear_bias must be": dict(linear_bias=torch.zeros(V - 1)),
+    "input must be floating": dict(input=torch.zeros(N, D, dtype=torch.int64)),
+    "probability": dict(target=torch.rand(N, V)),
+    "target must be": dict(target=torch.zeros(N - 1, dtype=torch.int64)),
+    "reduction": dict(reduction="batchmean"),
+    "softcap": dict(softcap=0.0),
+    "excluded_id": dict(excluded_id=V),
+    "chunk_bytes": dict(chunk_bytes=0),
+    "label_smoothing must lie": dict(label_smoothing=1.5),
+    "label_smoothing must be shaped": dict(label_smoothing=torch.zeros(3)),
+    "row_weight must be shaped": dict(row_weight=torch.ones(N, 1)),
+    "row_weight gets no gradient": dict(row_weight=torch.ones(N, requires_grad=True)),
+    "mix torch.float32, torch.float64": dict(linear_weight=torch.zeros(V, D)),
+    "impl must be": dict(impl="cuda"),
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_calls_say_what_is_wrong(message):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{**GOOD, **BAD_CALLS[message]})
+
+
+def test_triton_on_cpu_tensors_says_why_not(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x, weight, target = problem(dtype=torch.float32)
+    with pytest.raises(ValueError, match="impl=\"triton\" can't be used: the tensors are on cpu"):
+        linear_cross_entropy(x, weight, target, impl="triton")
+    with pytest.raises(ValueError, match="float64"):
+        linear_cross_entropy(**GOOD, impl="triton")

@@ -1,0 +1,480 @@
+"""Every model family from end to end: training, decoding, checkpoint, resume, export, reload.
+
+Each family is a tiny random model that transformers itself (LLaDA: bwsft) builds from a config and
+saves; whatever bwsft computes is compared with plain runs of that model on one sequence at a time,
+whole logits and all.
+"""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    LlamaConfig,
+    ModernBertConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from bwsft import config as c
+from bwsft.checkpoints.resolve import load_trained
+from bwsft.commands.export import ExportOptions, run_export
+from bwsft.decoding.generate import generate
+from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.plan import DecodeConfig
+from bwsft.models.dream_sdar import DreamConfig, SdarConfig
+from bwsft.models.families import model_class
+from bwsft.models.llada import LladaConfig
+from bwsft.models.loading import read_family
+from bwsft.objectives.nelbo import masked_states
+from bwsft.training import trainer as t
+from bwsft.training.setup import setup
+
+B = 4
+MODES = ("exact", "cached", "block_causal")
+# transformers' names; initializer_range makes random models that are sure of something.
+SHAPE = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=96, initializer_range=0.2,
+)  # fmt: skip
+GROUPED = {"num_key_value_heads": 2}
+# The byte-level tokenizers below: 256 EOS, 257 end of turn, 258 [MASK] (where it has one).
+IDS = {"eos_token_id": 256, "pad_token_id": 256}
+NEW = {"mask_token": "<|mask|>", "logit_shift": 1}
+CONFIGS = {
+    "llada": LladaConfig(
+        d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, mlp_hidden_size=48, vocab_size=320,
+        max_sequence_length=96, mask_token_id=258, init_fn="normal", init_std=0.2, **IDS,
+    ),
+    "Dream": DreamConfig(
+        vocab_size=320, mask_token_id=258, tie_word_embeddings=False, rope_theta=1e6,
+        auto_map={"AutoModel": "modeling_dream.DreamModel"}, **SHAPE, **GROUPED, **IDS,
+    ),
+    "sdar": SdarConfig(vocab_size=320, mask_token_id=258, head_dim=8, **SHAPE, **GROUPED, **IDS),
+    "qwen2": Qwen2Config(vocab_size=320, tie_word_embeddings=False, **SHAPE, **GROUPED, **IDS),
+    "qwen3": Qwen3Config(vocab_size=259, head_dim=16, **SHAPE, **GROUPED, **IDS),
+    "llama": LlamaConfig(vocab_size=258, **SHAPE, **GROUPED, **IDS),
+    "smollm": LlamaConfig(vocab_size=258, tie_word_embeddings=True, **SHAPE, **GROUPED, **IDS),
+    "bert": BertConfig(vocab_size=320, **SHAPE),
+    "modernbert": ModernBertConfig(vocab_size=320, local_attention=128, **SHAPE, **IDS),
+}  # fmt: skip
+# What --mask-token and --logit-shift say: a new token in a spare row, a reserved one, new rows.
+OPTIONS = {
+    "qwen2": NEW,
+    "qwen3": {"mask_token": "<|spare|>", "logit_shift": 0},
+    "llama": {**NEW, "logit_shift": 0},
+    "smollm": NEW,
+}
+FACTS = {
+    "Dream": (1, "full", "response"),
+    "sdar": (0, "block_causal", "absolute"),
+    "qwen2": (1, "full", "response"),
+    "smollm": (1, "full", "response"),
+}  # logit shift, attention, where blocks start
+SHIFTED = "another block's noisy copy"
+UNSUPPORTED = {
+    ("Dream", "block_causal"): (SHIFTED, "predicts each token at its place"),
+    ("qwen2", "block_causal"): (SHIFTED, "predicts each token at its place"),
+    ("smollm", "block_causal"): (SHIFTED, "predicts each token at its place"),
+    ("sdar", "exact"): ("attends from block to block",) * 2,
+    ("sdar", "cached"): ("attends from block to block",) * 2,
+}  # (family, mode) -> why not, in training and in decoding
+
+families = pytest.mark.parametrize("name", CONFIGS)
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.fixture(scope="module")
+def folders(tokenizer_folder, tmp_path_factory):
+    """{family: folder} with a random model and its tokenizer, as published: a decoder's knows no
+    [MASK], an encoder's names [MASK] and [SEP] where config.json does not."""
+    root, made = tmp_path_factory.mktemp("families"), {}
+    for name, config in CONFIGS.items():
+        folder = root / name
+        torch.manual_seed(len(name))
+        model = model_class(config)(config)
+        for key, p in model.named_parameters():
+            if key.endswith("bias"):  # they start at 0
+                torch.nn.init.normal_(p, std=0.2)
+        model.save_pretrained(folder)
+        words(tokenizer_folder, name).save_pretrained(folder)
+        made[name] = folder
+    return made
+
+
+def words(tokenizer_folder, name):
+    from transformers import PreTrainedTokenizerFast
+
+    plain = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    plain["added_tokens"] = []
+    from tokenizers import Tokenizer
+
+    roles = {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|end|>"]}
+    if name in ("bert", "modernbert"):
+        roles["sep_token"] = roles.pop("eos_token")
+    if name not in OPTIONS:
+        roles["mask_token"] = "[MASK]"
+    if name == "qwen3":
+        roles["additional_special_tokens"] = ["<|end|>", "<|spare|>"]
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(plain)))
+    for role in ("eos_token", "sep_token"):
+        if role in roles:
+            made.add_special_tokens({role: roles.pop(role)})
+    for text in roles.pop("additional_special_tokens"):
+        made.add_tokens(text, special_tokens=True)
+    made.add_special_tokens(roles)
+    made.chat_template = (tokenizer_folder / "chat_template.jinja").read_text()
+    return made
+
+
+@pytest.fixture
+def config_of(folders, data_file, tmp_path_factory):
+    """config_of(family, mode) -> Config of a run of 3 updates."""
+    cache = tmp_path_factory.getbasetemp() / "cache"
+
+    def make(name, mode, **changes):
+        values = dict(
+            preset="debug", data=str(data_file), model=str(folders[name]), steps=3, seed=3,
+            block_size=B, gen_length=16, max_length=40, batch_size=4, micro_batch_size=4,
+            context=mode, save_every=2, out=str(tmp_path_factory.mktemp("run") / "run"),
+            dataset=c.DataConfig(template="none", holdout=6, cache_dir=str(cache)),
+            lora=c.LoraConfig(rank=0), optim=c.OptimConfig(lr=3e-3),
+            eval=c.EvalConfig(every=0), **OPTIONS.get(name, {}),
+        )  # fmt: skip
+        return c.Config(**(values | changes))
+
+    return make
+
+
+def start_of(name, mode):
+    """The mode, or one that the family has."""
+    return "block_causal" if name == "sdar" else mode
+
+
+# --- plain runs ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A model as transformers runs it, on one sequence under an explicit mask."""
+
+    model: torch.nn.Module
+    family: object
+
+    def logits(self, ids, positions, mask):
+        ids, positions = ids[None], positions[None]
+        if self.model.config.model_type == "modernbert":  # its windows are wider than all rows
+            mask = {"full_attention": mask, "sliding_attention": mask}
+            mask = {kind: m[None, None] for kind, m in mask.items()}
+        else:
+            mask = mask[None, None]
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[0]
+
+    def block(self, mode, ids, prompt, start, stop, entered=None):
+        """Logits of the tokens at start..stop - 1 of a canvas `ids` [L]; `entered`: the canvas as
+        it was when the block's context was frozen."""
+        first, last = start - self.family.logit_shift, stop - self.family.logit_shift
+        place = torch.arange(len(ids))
+        if mode == "exact":
+            sees = torch.ones(len(ids), len(ids), dtype=torch.bool)
+            return self.logits(ids, place, sees)[first:last]
+        if mode == "cached":
+            # The canvas that was frozen, and behind it the active rows at the same positions, which
+            # see themselves in the place of what they were.
+            rows, size = torch.cat([entered, ids[first:last]]), len(ids)
+            active = torch.arange(len(rows)) >= size
+            replaced = (torch.arange(len(rows)) >= first) & (torch.arange(len(rows)) < last)
+            sees = torch.where(active[:, None], ~replaced, ~active)
+            return self.logits(rows, torch.cat([place, place[first:last]]), sees)[size:]
+        if self.family.attention == "block_causal":
+            number = place // B
+        else:
+            number = torch.where(place < prompt, 0, (place - prompt) // B + 1)
+        sees = (number[:, None] >= number)[:stop, :stop]
+        return self.logits(ids[:stop], place[:stop], sees)[start:stop]
+
+
+def plain_model(folder, family, dtype=torch.float32):
+    """What transformers loads from a folder, [MASK] added where there is none."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    auto = AutoModelForMaskedLM if "bert" in kind else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    rows = model.get_input_embeddings().num_embeddings
+    if family.mask_id == rows:
+        model.resize_token_embeddings(rows + 1, mean_resizing=False)
+        for matrix in (model.get_input_embeddings().weight, model.lm_head.weight):
+            matrix.data[rows] = matrix.data[:rows].mean(0)
+    return Plain(model, family)
+
+
+def recorded(backbone):
+    """Let the backbone's forward note its arguments."""
+    calls, forward = [], backbone.forward
+
+    def note(*arguments):
+        calls.append(arguments)
+        return forward(*arguments)
+
+    backbone.forward = note
+    return calls
+
+
+@torch.no_grad()
+def plain_loss(plain, mode, batch, call, mask_id):
+    """The loss of one call of a backbone's forward, a sequence and a block at a time."""
+    noisy, rows, target, weight = call[:4]
+    total, seen = 0.0, 0
+    edges = batch.cu_seqlens.tolist()
+    places = {int(r): (int(k), w) for r, k, w in zip(rows, target, weight, strict=True) if w}
+    copies = iter(noisy.noisy.tolist()) if mode == "block_causal" else None
+    for s, prompt in enumerate(batch.prompt_lengths.tolist()):
+        own = batch.ids[edges[s] : edges[s + 1]]
+        if copies is None:
+            canvas = noisy.ids[edges[s] : edges[s + 1]]
+            where = {p: edges[s] + p for p in range(len(own))}
+            clean = canvas
+        else:
+            response = int(batch.response_lengths[s])
+            where = {prompt + i: next(copies) for i in range(response)}
+            clean = own[: prompt + response]
+            canvas = torch.cat([clean[:prompt], noisy.ids[list(where.values())]])
+        origin = 0 if plain.family.block_origin == "absolute" else prompt
+        for k in range((len(canvas) - origin) // B + 1):
+            start, stop = max(origin + k * B, prompt), min(origin + k * B + B, len(canvas))
+            wanted = [p for p in range(start, stop) if where[p] in places]
+            if not wanted:
+                continue
+            x, entered = canvas.clone(), canvas.clone()
+            if copies is not None:
+                x[:start] = clean[:start]
+            entered[start:stop] = mask_id
+            logits = plain.block(mode, x, prompt, start, stop, entered)
+            for p in wanted:
+                token, w = places[where[p]]
+                total = total + F.cross_entropy(logits[p - start], torch.tensor(token)) * w
+                seen += 1
+    assert seen == len(places) > 3
+    return float(total)
+
+
+@torch.no_grad()
+def plain_score(plain, mode, batch, state, mask_id):
+    """The held-out loss of a state: one block of every sequence is partly masked."""
+    total, edges = 0.0, batch.cu_seqlens.tolist()
+    for s, (start, stop) in enumerate(zip(state.start.tolist(), state.stop.tolist(), strict=True)):
+        ids = state.noisy.ids[edges[s] : edges[s + 1]]
+        entered = ids.clone()
+        entered[start:stop] = mask_id
+        logits = plain.block(mode, ids, int(batch.prompt_lengths[s]), start, stop, entered)
+        for row, token, weight in zip(state.rows, state.target, state.weight, strict=True):
+            if edges[s] <= row < edges[s + 1]:
+                total += F.cross_entropy(logits[row - edges[s] - start], token) * weight
+    return float(total)
+
+
+# --- training ---
+
+
+def facts_of(family):
+    return family.logit_shift, family.attention, family.block_origin
+
+
+@families
+@modes
+def test_train(name, mode, config_of, folders):
+    """Held-out scores and the first loss are those of plain runs, and updates lower the loss."""
+    config = config_of(name, mode)
+    if (name, mode) in UNSUPPORTED:
+        with pytest.raises(ValueError, match=UNSUPPORTED[name, mode][0]):
+            setup(config, c.run_folder(config), None)
+        return
+    run = setup(config, c.run_folder(config), None)
+    assert facts_of(run.backbone.family) == FACTS.get(name, (0, "full", "response"))
+    run.backbone.set_gradient_checkpointing(name in ("qwen2", "sdar", "bert"))
+    plain = plain_model(folders[name], run.backbone.family)
+    batch = run.data.pack(run.data.slots(0, 4, config.seed))
+    for state in masked_states(batch, run.eval_spec, 2):
+        with torch.no_grad():
+            score = float(run.mode.score(run, state))
+        expected = plain_score(plain, mode, batch, state, run.spec.mask_id)
+        assert score == pytest.approx(expected, rel=1e-5)
+    losses = []
+    for _ in range(6):
+        calls = recorded(run.backbone)
+        (loss,) = run.mode.losses(run, batch)
+        del run.backbone.forward
+        losses.append(loss.total.item())
+        if len(losses) == 1:
+            expected = plain_loss(plain, mode, batch, calls[-1], run.spec.mask_id)
+            # Some 30 float32 cross-entropies of two models in another order.
+            assert losses[0] == pytest.approx(expected, rel=1e-5)
+        run.optimizer.zero_grad()
+        loss.total.backward()
+        run.optimizer.param_groups[0]["lr"] = 3e-3
+        run.optimizer.step()
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
+@pytest.mark.parametrize("name", ["llada", "qwen3", "bert"])
+def test_noisy_copies_need_no_positions_of_their_own(name, config_of):
+    config = config_of(name, "block_causal")
+    run = setup(config, c.run_folder(config), None)
+    batch = run.data.pack(run.data.slots(0, 4, config.seed))
+    needed = int((batch.prompt_lengths + batch.response_lengths).max())
+
+    def loss(max_positions):
+        run.backbone.family = dataclasses.replace(run.backbone.family, max_positions=max_positions)
+        run.backbone.base_model.config.max_sequence_length = max_positions  # LLaDA reads its config
+        (found,) = run.mode.losses(run, batch)
+        return found.total.item()
+
+    assert loss(needed) > 0
+    with pytest.raises(ValueError, match=f"needs {needed} positions, the model has {needed - 1}"):
+        loss(needed - 1)
+
+
+# --- decoding ---
+
+
+@torch.no_grad()
+def plain_decode(plain, mode, prompt, gen_length):
+    """One token a step, the most probable first."""
+    family, ids = plain.family, torch.tensor([*prompt, *[plain.family.mask_id] * gen_length])
+    origin = 0 if family.block_origin == "absolute" else len(prompt)
+    for k in range((len(ids) - origin + B - 1) // B):
+        start, stop = max(origin + k * B, len(prompt)), min(origin + k * B + B, len(ids))
+        entered = ids.clone()
+        for _ in range(start, stop):
+            logits = plain.block(mode, ids, len(prompt), start, stop, entered).double()
+            logits[:, list(family.end_ids)] = -torch.inf
+            confidence = logits.softmax(-1)
+            confidence[:, family.mask_id] = -1
+            best, token = confidence.max(-1)
+            best[ids[start:stop] != family.mask_id] = -2
+            at = best.argmax()
+            ids[start + at] = token[at]
+    return ids[len(prompt) :].tolist()
+
+
+PROMPTS = [[65, 70, 42], [50, 51, 52, 53, 54, 55, 56, 57, 58], [66, 67, 68, 69, 70, 71, 72, 73]]
+
+
+def test_a_context_that_the_family_lacks_is_refused_without_a_hint(folders, capsys):
+    with pytest.raises(ValueError, match="has no context exact: use --context block_causal"):
+        Decoder.load(str(folders["sdar"]), DecoderOptions(context="exact"))
+    assert "prefix is faster" not in capsys.readouterr().err
+
+
+def test_sdars_block_size_is_its_training(config_of, folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["sdar"], tmp_path / "sdar")
+    content = json.loads((folder / "config.json").read_text()) | {"block_size": 8}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert Decoder.load(str(folder), DecoderOptions()).config.block_size == 8
+    Decoder.load(str(folder), DecoderOptions(block_size=B))
+    assert f"was made for blocks of 8, not {B}" in capsys.readouterr().err
+    for rank in (0, 2):
+        config = config_of("sdar", "block_causal", model=str(folder), steps=1,
+                           lora=c.LoraConfig(rank=rank))  # fmt: skip
+        with pytest.warns(UserWarning, match=f"made for blocks of 8, --block-size is {B}"):
+            t.train(config)
+        out = tmp_path / f"out{rank}"
+        run_export(ExportOptions(model=config.out, out=out))
+        assert Decoder.load(str(out), DecoderOptions()).config.block_size == B
+
+
+@families
+@modes
+def test_decode(name, mode, config_of, folders):
+    """Tokens are those of a plain loop, for prompts that end inside a block and at its edge."""
+    config = config_of(name, start_of(name, "exact"))
+    backbone = setup(config, c.run_folder(config), None).backbone.double().eval()
+    options = DecodeConfig(
+        gen_length=12, block_size=B, context=mode, banned_ids=backbone.family.end_ids
+    )
+    if (name, mode) in UNSUPPORTED:
+        with pytest.raises(ValueError, match=UNSUPPORTED[name, mode][1]):
+            generate(backbone, PROMPTS, options)
+        return
+    plain = plain_model(folders[name], backbone.family, torch.float64)
+    found = [g.tokens for g in generate(backbone, PROMPTS, options)]
+    assert found == [plain_decode(plain, mode, prompt, 12) for prompt in PROMPTS]
+    assert len({token for tokens in found for token in tokens}) > 3
+
+
+# --- checkpoints and export ---
+
+
+def tokens_of(trained, mode):
+    config = DecodeConfig(gen_length=8, block_size=B, context=mode)
+    return [(g.tokens, g.ended) for g in generate(trained.backbone, PROMPTS, config)]
+
+
+@torch.no_grad()
+def full_logits(backbone, ids):
+    """Whole logits of one sequence, under full attention (SDAR: from block to block)."""
+    number = torch.arange(len(ids)) // B
+    blocks = number[:, None] >= number
+    mask = blocks[None, None] if backbone.family.attention == "block_causal" else None
+    place, edges = torch.arange(len(ids)), torch.tensor([0, len(ids)])
+    hidden = backbone.hidden_states(ids, place, edges, mask=mask)
+    sees = torch.ones_like(blocks) if mask is None else blocks
+    return F.linear(hidden, *backbone.head()), place, sees
+
+
+LORA = c.LoraConfig(rank=2, alpha=8, dropout=0.0)
+
+
+# Each family with an adapter or whole; the other of the two takes its time.
+WAYS = {"lora": LORA, "full": c.LoraConfig(rank=0)}
+QUICK = {"lora": "llada sdar qwen2 llama smollm bert", "full": "Dream qwen3 smollm modernbert"}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[] if name in QUICK[way].split() else pytest.mark.slow)
+        for name in CONFIGS
+        for way in WAYS
+    ],
+)
+def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
+    """A run, its checkpoint and its export decode the same tokens; transformers loads the export
+    and computes the same logits; a resumed run goes on exactly."""
+    mode = start_of(name, "cached")
+    config = config_of(name, mode, lora=WAYS[way])
+    assert t.train(config) == 0
+    run = c.run_folder(config)
+    newest = load_trained(str(run))
+    assert newest.tokenizer.convert_tokens_to_ids(newest.tokenizer.mask_token) == 258
+    assert newest.backbone.family.mask_id == 258
+    base = load_trained(str(folders[name])) if name not in OPTIONS else None
+    if base is not None:
+        assert tokens_of(base, mode) != tokens_of(newest, mode)
+
+    out = tmp_path / "out"
+    assert run_export(ExportOptions(str(run), out, dtype="float32")) == 0
+    exported = load_trained(str(out))
+    found = (exported.backbone.family, newest.backbone.family, read_family(out))
+    assert len({dataclasses.replace(family, end_ids=()) for family in found}) == 1
+    assert tokens_of(exported, mode) == tokens_of(newest, mode)
+    ids = torch.tensor([*PROMPTS[1], *[258] * 6])
+    logits, place, sees = full_logits(exported.backbone, ids)
+    plain = plain_model(out, exported.backbone.family)
+    torch.testing.assert_close(plain.logits(ids, place, sees), logits, rtol=1e-4, atol=1e-4)
+    assert type(AutoModel.from_pretrained(out)).__name__.lower().startswith(
+        {"smollm": "llama"}.get(name, name).lower()
+    )
+
+    shutil.rmtree(run / "checkpoints" / "step-3")
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
+    assert t.train(dataclasses.replace(config, resume=str(run), out=None)) == 0
+    again = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
+    assert again == losses and len(losses) == 3
+    assert tokens_of(load_trained(str(run)), mode) == tokens_of(newest, mode)

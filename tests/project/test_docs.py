@@ -1,0 +1,169 @@
+"""README.md and docs/: commands parse, files exist, targets exist, snippets compile and run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+from bwsft import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Pages whose Python stands on its own, block after block; the README's shows parts of other code.
+RUN = ("docs/use_the_loss.md", "docs/write_an_objective.md")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+WORDS = ("bwsft", "python", "torchrun", "accelerate", "make")
+
+pages = pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+
+
+class Parsed(Exception):
+    """A command line went through its parser."""
+
+
+def blocks(path, language):
+    found = FENCE.findall(path.read_text(encoding="utf-8"))
+    return [body for name, body in found if name == language]
+
+
+def spans(path):
+    """Inline code, with line breaks as blanks."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def commands(path):
+    """Command lines as words: those of fenced blocks, and inline ones with arguments."""
+    fenced = "\n".join(blocks(path, "") + blocks(path, "bash")).replace("\\\n", " ").splitlines()
+    # "bwsft train" in a sentence names the command; "make demo" is whole.
+    inline = [s for s in spans(path) if len(s.split()) > 2 or s.startswith("make ")]
+    for line in [*fenced, *inline]:
+        if line.split(" ")[0] in WORDS and "..." not in line:
+            yield shlex.split(line, comments=True)
+
+
+def bwsft_words(words):
+    """What follows `bwsft` or `-m bwsft`; None if the command is another."""
+    if words[0] == "bwsft":
+        return words[1:]
+    at = words.index("-m") if "-m" in words else None
+    return words[at + 2 :] if at is not None and words[at + 1] == "bwsft" else None
+
+
+def parse(words, monkeypatch):
+    """Parse a `bwsft` command line without running it."""
+    if words[0] == "train":
+        return cli.parse_train(words[1:])
+    real = tyro.cli
+
+    def parsed(*arguments, **options):
+        real(*arguments, **options)
+        raise Parsed
+
+    monkeypatch.setattr(tyro, "cli", parsed)
+    with pytest.raises(Parsed):
+        assert cli.main(words) == 0
+
+
+@pages
+def test_commands_parse(path, monkeypatch, capsys):
+    for words in commands(path):
+        if (own := bwsft_words(words)) is None:
+            continue
+        with monkeypatch.context() as patch:
+            try:
+                parse(own, patch)
+            except SystemExit as stop:
+                said = capsys.readouterr()
+                assert stop.code == 0, f"{shlex.join(words)}\n{said.err or said.out}"
+            except (ValueError, OSError) as error:
+                pytest.fail(f"{shlex.join(words)}: {error}")
+
+
+@pages
+def test_scripts_have_the_flags(path):
+    for words in commands(path):
+        if words[0] != "python" or not words[1].endswith(".py"):
+            continue
+        sources = (ROOT / words[1]).read_text(encoding="utf-8")
+        if words[1].startswith("benchmarks/"):
+            sources += (ROOT / "benchmarks/lib/harness.py").read_text(encoding="utf-8")
+        flags = {word.partition("=")[0] for word in words[2:] if word.startswith("--")}
+        missing = {flag for flag in flags if f'"{flag}"' not in sources}
+        assert not missing, f"{shlex.join(words)}: no {missing}"
+
+
+@pages
+def test_make_targets_exist(path):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    named = {word for words in commands(path) if words[0] == "make" for word in words[1:]}
+    assert named <= set(targets)
+
+
+@pages
+def test_files_exist(path):
+    text = path.read_text(encoding="utf-8")
+    named = re.findall(
+        r"(?<![\w/.-])((?:bwsft|kernels|benchmarks|tests|examples|docs)/[\w./*-]*[\w*/])", text
+    )
+    missing = [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    missing += [link for link in links if not (path.parent / link).exists()]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def known_flags():
+    """Every flag of every command, from its --help, and of the benchmarks and torchrun."""
+    import contextlib
+    import io
+
+    found = set()
+    for name in re.findall(r"^  ([a-z]+) ", cli.USAGE, re.M):
+        words = [name, "debug", "--help"] if name == "train" else [name, "--help"]
+        stream = io.StringIO()
+        with contextlib.redirect_stdout(stream), contextlib.suppress(SystemExit):
+            cli.main(words)
+        found |= set(re.findall(r"--[a-z][\w.-]*", stream.getvalue()))
+    for script in [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests/training/soak.py"]:
+        found |= set(re.findall(r'"(--[\w-]+)"', script.read_text(encoding="utf-8")))
+    return found | {"--help", "--version"}
+
+
+@pages
+def test_flags_named_in_the_text_exist(path, known_flags):
+    flags = {
+        word.partition("=")[0]
+        for span in spans(path)
+        if span.startswith("--")
+        for word in span.split()
+        if word.startswith("--")
+    }
+    assert flags <= known_flags
+
+
+@pages
+def test_commands_named_in_the_text_exist(path):
+    names = set(re.findall(r"^  ([a-z]+) ", cli.USAGE, re.M))
+    found = {m[1] for span in spans(path) if (m := re.match(r"bwsft ([a-z]+)", span))}
+    assert found <= names
+
+
+@pages
+def test_python_compiles_and_what_stands_alone_runs(path):
+    code = blocks(path, "python")
+    for number, body in enumerate(code):
+        compile(body, f"{path.name}, block {number}", "exec")
+    if str(path.relative_to(ROOT)) in RUN:
+        assert code
+        exec(compile("\n".join(code), path.name, "exec"), {"__name__": "docs"})
+
+
+@pages
+def test_json_examples_are_records(path):
+    from bwsft.data.records import normalise
+
+    for line in "".join(blocks(path, "json")).splitlines():
+        assert normalise(line.encode()).response

@@ -1,0 +1,347 @@
+"""BlockwiseTrainer against bwsft's own loop: the same losses, weights and adapters."""
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+from bwsft import config as c
+from bwsft.checkpoints.resolve import load_trained
+from bwsft.data import dataset as d
+from bwsft.models.lora import LLADA_TARGETS
+from bwsft.training import trainer as t
+from bwsft.training.hf_trainer import BlockwiseCollator, BlockwiseTrainer, layout_of, load_examples
+
+HOLDOUT = {"dataset": c.DataConfig(template="chat", holdout=8)}  # 32 examples, 8 updates an epoch
+
+
+class Losses(TrainerCallback):
+    """The loss of every update, unrounded, and how often each event was called."""
+
+    def __init__(self):
+        self.losses, self.events = [], []
+
+    def on_step_end(self, args, state, control, **_):
+        self.events.append("step_end")
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def arguments(folder, config, **changes):
+    optim = config.optim
+    values = {
+        "max_steps": config.steps,
+        "per_device_train_batch_size": config.batch_size,
+        "per_device_eval_batch_size": config.micro_batch_size,
+        "learning_rate": optim.lr,
+        "adam_beta1": optim.beta1,
+        "adam_beta2": optim.beta2,
+        "adam_epsilon": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "max_grad_norm": optim.clip,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **{**values, **changes})
+
+
+@pytest.fixture
+def flat(tiny):
+    """A config whose learning rate never moves, as the Trainer's constant schedule has it."""
+    optim = dataclasses.replace(tiny().optim, warmup=0.0, floor=1.0)
+    return lambda **changes: tiny(**{"optim": optim, **HOLDOUT, **changes})
+
+
+def trainer_of(model, config, tokenizer, folder, **changes):
+    train, held_out = load_examples(config, tokenizer, model)
+    recorder = Losses()
+    trainer = BlockwiseTrainer(
+        model,
+        arguments(folder, config, **changes),
+        config=config,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        callbacks=[recorder],
+    )
+    return trainer, recorder
+
+
+LORA = c.LoraConfig(rank=3, alpha=6, dropout=0.0)
+CASES = {
+    "exact": {},
+    "exact, three draws": {"draws_per_context": 3},
+    "cached, two draws, LoRA": {"context": "cached", "draws_per_context": 2, "lora": LORA},
+    "classical, LoRA": {"objective": c.ObjectiveConfig(name="classical"), "lora": LORA},
+    "traversal, 1/rate": {
+        "objective": c.ObjectiveConfig(blocks="traversal", weight="rate", empty="skip"),
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_losses_and_weights_as_our_loop(flat, make_run, tmp_path, case):
+    """Ten updates over two epochs. Both sum the same float32 numbers, in another order at most:
+    what remains is rounding, 1e-6 relative in a loss and what Adam makes of it in a weight."""
+    run = make_run(flat(**CASES[case]))
+    model = copy.deepcopy(run.backbone.model)
+    ours = [t.train_step(run, step).loss for step in range(10)]
+    trainer, recorder = trainer_of(model, run.config, run.tokenizer, tmp_path / "hf")
+    trainer.train()
+    assert recorder.losses == pytest.approx(ours, rel=1e-6)
+    theirs = dict(model.named_parameters())
+    moved = 0.0
+    for name, p in run.backbone.model.named_parameters():
+        torch.testing.assert_close(theirs[name], p, rtol=1e-4, atol=1e-6)
+        moved += p.requires_grad
+    assert moved and len(set(ours)) == 10
+
+
+def test_accumulation_changes_nothing(flat, make_run, tmp_path):
+    """1 x 4, 2 x 2 and 4 x 1, also where the epoch's last update has two sequences of 30. In
+    float64, or Adam would blow up the rounding of small gradients; the Trainer logs float32."""
+    data = dataclasses.replace(HOLDOUT["dataset"], limit=38)
+    config = flat(dataset=data, context="cached", draws_per_context=2, steps=9)
+    run = make_run(config)
+    losses = []
+    for size in (4, 2, 1):
+        model, where = copy.deepcopy(run.backbone.model).double(), tmp_path / "hf"
+        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        trainer, recorder = trainer_of(model, config, run.tokenizer, where, **split)
+        assert len(trainer.train_dataset) == 30
+        trainer.train()
+        losses.append(recorder.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_resume_goes_on_as_if_nothing_had_happened(flat, make_run, tmp_path):
+    """Dropout included, from the middle of the first epoch into the second, bit for bit."""
+    lora = dataclasses.replace(LORA, dropout=0.2)
+    run = make_run(flat(lora=lora, context="cached", draws_per_context=2))
+    fresh = [copy.deepcopy(run.backbone.model) for _ in range(3)]
+
+    def start(model, **changes):
+        save = {"save_strategy": "steps", "save_steps": 5, "gradient_accumulation_steps": 2}
+        save["per_device_train_batch_size"] = 2
+        return trainer_of(model, run.config, run.tokenizer, tmp_path / "hf", **save, **changes)
+
+    whole, recorder = start(fresh[0])
+    whole.train()
+    checkpoint = tmp_path / "hf/checkpoint-5"
+    assert (checkpoint / "adapter_model.safetensors").exists()
+    resumed, second = start(fresh[1])
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert second.losses == recorder.losses[5:]
+    for a, b in zip(fresh[0].parameters(), fresh[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert second.events == ["step_end"] * 5
+    other, third = start(fresh[2], seed=1)  # the dropout of another seed
+    other.train()
+    assert third.losses != recorder.losses
+
+
+def test_resume_of_a_whole_model(flat, make_run, tmp_path):
+    run = make_run(flat(steps=4))
+    fresh = [copy.deepcopy(run.backbone.model) for _ in range(2)]
+    save = {"save_strategy": "steps", "save_steps": 2}
+    whole, recorder = trainer_of(fresh[0], run.config, run.tokenizer, tmp_path / "hf", **save)
+    whole.train()
+    resumed, second = trainer_of(fresh[1], run.config, run.tokenizer, tmp_path / "hf", **save)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "hf/checkpoint-2"))
+    assert second.losses == recorder.losses[2:]
+    loaded = load_trained(str(tmp_path / "hf/checkpoint-4"))
+    for name, p in loaded.backbone.base_model.named_parameters():
+        assert torch.equal(p, fresh[0].get_parameter(name))
+
+
+def test_evaluate_is_the_held_out_nelbo(flat, make_run, tmp_path):
+    run = make_run(flat(context="cached"))
+    trainer, _ = trainer_of(run.backbone.model, run.config, run.tokenizer, tmp_path / "hf")
+    expected = t.evaluate(run)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < expected
+
+
+def logits(model):
+    ids = torch.arange(40).view(2, 20) + 60
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def test_adapters_are_interchangeable(flat, model_folder, tmp_path):
+    """Ten lines of a user; what either trains loads in the other, and in peft alone."""
+    base = str(model_folder())
+    config = flat(model=base, tokenizer=None, lora=LORA, steps=3, out=str(tmp_path / "run"))
+    tokenizer = d.load_tokenizer(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    lora = peft.LoraConfig(r=3, lora_alpha=6, target_modules=LLADA_TARGETS["all"])
+    trainer, _ = trainer_of(peft.get_peft_model(model, lora), config, tokenizer, tmp_path / "hf")
+    trainer.train()
+    trainer.save_model(tmp_path / "adapter")
+    ours = load_trained(str(tmp_path / "adapter"))
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    expected = logits(trainer.model)
+    assert not torch.allclose(expected, logits(plain), atol=1e-4)
+    assert torch.equal(logits(ours.backbone.model), expected)
+    again = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert torch.equal(logits(again), expected)
+
+    assert t.train(config) == 0
+    newest = tmp_path / "run/checkpoints/step-3"
+    expected = logits(load_trained(str(newest)).backbone.model)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    loaded = peft.PeftModel.from_pretrained(plain, newest, is_trainable=True)
+    assert torch.equal(logits(loaded), expected)
+    trainer, recorder = trainer_of(loaded, config, tokenizer, tmp_path / "hf2", max_steps=1)
+    before = load_file(newest / "adapter_model.safetensors")
+    trainer.train()
+    after = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    assert before.keys() == after.keys() and len(recorder.losses) == 1
+    assert not all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_bf16_and_gradient_checkpointing(flat, make_run, tmp_path):
+    """Autocast reaches the cache's dtype too; recomputation changes no loss."""
+    run = make_run(flat(context="cached", steps=2))
+    plain, bf16 = (copy.deepcopy(run.backbone.model) for _ in range(2))
+    losses = []
+    for model, changes in ((plain, {"gradient_checkpointing": True}), (bf16, {"bf16": True})):
+        where = tmp_path / "hf"
+        trainer, recorder = trainer_of(model, run.config, run.tokenizer, where, **changes)
+        trainer.train()
+        losses.append(recorder.losses)
+        assert trainer.backbone.base_model.model.gradient_checkpointing == (model is plain)
+    exact, rounded = losses
+    assert exact == pytest.approx([t.train_step(run, step).loss for step in range(2)], rel=1e-6)
+    assert rounded != exact and rounded == pytest.approx(exact, rel=2e-2)  # bf16 has 8 bits
+
+
+def test_a_datasets_dataset_will_do(flat, make_run, tmp_path):
+    """Columns are kept though the model's forward does not name them; epochs are visits."""
+    from datasets import Dataset
+
+    run = make_run(flat(steps=2))
+    train, _ = load_examples(run.config, run.tokenizer, run.backbone.model)
+    rows = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in train]
+    recorder = Losses()
+    trainer = BlockwiseTrainer(
+        copy.deepcopy(run.backbone.model),
+        arguments(tmp_path / "hf", run.config),
+        config=run.config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[recorder],
+    )
+    trainer.train()
+    expected = [t.train_step(run, step).loss for step in range(2)]
+    assert recorder.losses == pytest.approx(expected, rel=1e-6)
+
+
+def config_errors():
+    objective = c.ObjectiveConfig
+    return {
+        "bwsft train for block_causal": {"context": "block_causal"},
+        "objective mdlm": {"objective": objective(name="mdlm")},
+        "objective.blocks 'all'": {"objective": objective(blocks="all")},
+        "objective.blocks 'each'": {"objective": objective(blocks="each")},
+        "must divide": {"gen_length": 15},
+    }
+
+
+@pytest.mark.parametrize("message", config_errors())
+def test_a_config_it_cannot_follow(flat, make_run, tmp_path, message):
+    model = make_run(flat()).backbone.model
+    config = flat(**config_errors()[message])
+    with pytest.raises(ValueError, match=message):
+        BlockwiseTrainer(model, arguments(tmp_path / "hf", config), config=config)
+
+
+def test_options_and_models_it_cannot_take(flat, make_run, tmp_path):
+    run = make_run(flat())
+    model, config = run.backbone.model, run.config
+    plain = arguments(tmp_path / "hf", config)
+
+    def refuse(match, model=model, args=plain, **options):
+        with pytest.raises(ValueError, match=match):
+            BlockwiseTrainer(model, args, config=config, **options)
+
+    refuse("Linear is not a LLaDA", torch.nn.Linear(2, 2))
+    refuse("takes no compute_metrics", compute_metrics=print)
+    smooth = arguments(tmp_path / "hf", config, label_smoothing_factor=0.1)
+    refuse("label_smoothing_factor", args=smooth)
+    lora = peft.LoraConfig(r=2, target_modules=["ff_out"])
+    refuse("LM head", peft.get_peft_model(copy.deepcopy(model), lora))
+    trainer = BlockwiseTrainer(model, plain, config=config, train_dataset=iter([1]))
+    with pytest.raises(ValueError, match="length"):
+        trainer.train()
+    with pytest.raises(ValueError, match="no outputs"):
+        trainer.compute_loss(model, {}, return_outputs=True)
+
+
+def test_features_it_cannot_take(flat, make_run):
+    run = make_run(flat())
+    collate = BlockwiseCollator(layout_of(run.config, run.backbone.family))
+    good = {"prompt": [1, 2], "response": [3, 256], "sample_id": 5}
+    batch = collate([good, {**good, "visit": 2}])
+    assert batch["visits"].tolist() == [0, 2] and batch["response_lengths"].tolist() == [4, 4]
+    for bad, message in (
+        ({"prompt": [1], "sample_id": 0}, "no response"),
+        ({**good, "response": []}, "empty response"),
+        ({**good, "prompt": [257]}, r"contains \[MASK\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collate([bad])
+
+
+TWO = """
+import dataclasses, json, sys
+import torch
+from transformers import AutoModelForCausalLM
+sys.path.insert(0, {tests!r})
+from test_hf import arguments, trainer_of
+from bwsft import config as c
+from bwsft.data import dataset as d
+config = c.from_json(open({config!r}).read())
+model = AutoModelForCausalLM.from_pretrained(config.model)
+trainer, recorder = trainer_of(
+    model, config, d.load_tokenizer(config.model), {out!r}, per_device_train_batch_size=2
+)
+trainer.train()
+if trainer.args.process_index == 0:
+    print(json.dumps(recorder.losses))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [1, 2])
+def test_two_processes_give_the_losses_of_one(flat, model_folder, tmp_path, draws):
+    base = str(model_folder())
+    config = flat(model=base, tokenizer=None, steps=10, context="cached", draws_per_context=draws)
+    (tmp_path / "config.json").write_text(c.to_json(config))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    trainer, recorder = trainer_of(model, config, d.load_tokenizer(base), tmp_path / "one")
+    trainer.train()
+    script = tmp_path / "two.py"
+    tests = os.path.dirname(os.path.dirname(__file__))
+    names = {"tests": tests, "config": str(tmp_path / "config.json")}
+    script.write_text(TWO.format(**names, out=str(tmp_path / "two")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("["))
+    assert json.loads(line) == pytest.approx(recorder.losses, rel=1e-5)

@@ -1,0 +1,137 @@
+"""What ends a run early: losses that are not finite, memory, signals, a full disk."""
+
+import dataclasses
+import os
+import resource
+import signal
+
+import pytest
+import torch
+
+from bwsft import config as c
+from bwsft.training import trainer as t
+from bwsft.training.metrics import read_log
+
+
+def before_step(monkeypatch, number, act):
+    """Call act(run) at the start of update `number` (0-based)."""
+    original = t.train_step
+
+    def step(run, index):
+        if index == number:
+            act(run)
+        return original(run, index)
+
+    monkeypatch.setattr(t, "train_step", step)
+
+
+def poison_one_micro_batch(run):
+    """NaN for the second micro-batch of update 4."""
+    first = run.data.sample_ids(run.data.slots(4, 4, run.config.seed))[2]
+
+    def spoil(module, arguments, total):
+        return total * float("nan") if arguments[0].sample_ids[0] == first else total
+
+    run.backbone.register_forward_hook(spoil)
+
+
+def poison_weight(run):
+    run.backbone.head()[0].data[:, 3] = float("nan")
+
+
+def poison_gradient(run):
+    run.backbone.head()[0].register_hook(lambda grad: grad * float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("poison", "what", "spoilt"),
+    [
+        (poison_weight, "loss nan", slice(0, 2)),
+        (poison_one_micro_batch, "loss nan", slice(2, 4)),
+        (poison_gradient, "gradient norm nan", slice(0, 4)),
+    ],
+)
+def test_nan_stops_with_step_samples_and_checkpoint(
+    tiny, make_run, monkeypatch, capsys, poison, what, spoilt
+):
+    config = tiny()
+    before_step(monkeypatch, 4, poison)
+    assert t.train(config) == 1
+    folder = c.run_folder(config)
+    message = capsys.readouterr().err.split("bwsft train: stopped: ")[1]
+    data = make_run(tiny(out=f"{folder}-again")).data
+    ids = data.sample_ids(data.slots(4, 4, config.seed))[spoilt]
+    assert message.startswith(
+        f"{what} at step 5; sample ids (rows of the data, from 0): {', '.join(map(str, ids))}; "
+        f"the last good checkpoint is {folder / 'checkpoints' / 'step-3'}. "
+    )
+    assert message.count("\n") == 1  # no traceback
+    assert [r["step"] for r in read_log(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-3"]
+
+
+def test_nan_before_the_first_checkpoint_says_so(tiny, monkeypatch, capsys):
+    before_step(monkeypatch, 0, poison_weight)
+    assert t.train(tiny(eval=c.EvalConfig(every=0))) == 1
+    assert "there is no checkpoint yet" in capsys.readouterr().err
+
+
+def test_out_of_memory_says_what_to_change(tiny, monkeypatch, capsys):
+    def exhaust(run):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    before_step(monkeypatch, 2, exhaust)
+    assert t.train(tiny()) == 1
+    message = capsys.readouterr().err
+    assert "Tried to allocate 2 GiB. Lower --micro-batch-size" in message and "more" not in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number):
+    """And at once: the evaluation that is due then is left to the resumed run."""
+    previous = signal.getsignal(number)
+    before_step(monkeypatch, 3, lambda run: os.kill(os.getpid(), number))
+    config = tiny()
+    assert t.train(config) == 0
+    folder = c.run_folder(config)
+    captured = capfd.readouterr()
+    assert f"stopped after step 4 of 10; go on with --resume {folder}" in captured.out
+    assert f"signal {int(number)}: saving after this step" in captured.err
+    assert (folder / "checkpoints" / "step-4").is_dir()
+    assert len(read_log(folder / "metrics.jsonl")) == 4
+    assert [r["step"] for r in read_log(folder / "eval.jsonl")] == [0]
+    assert signal.getsignal(number) is previous
+
+
+def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch, usual_interrupt):
+    def twice(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before_step(monkeypatch, 4, twice)
+    with pytest.raises(KeyboardInterrupt):
+        t.train(tiny())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_full_disk_stops_and_the_run_goes_on_later(tiny, monkeypatch):
+    """Files may not grow past 100 kB while the checkpoint is written."""
+    write, config = t.save_checkpoint, tiny(steps=4)
+
+    def limited(*arguments):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            return write(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    folder = c.run_folder(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(t, "save_checkpoint", limited)
+        message = f"step-3 could not be written .*make room, then go on with --resume {folder}"
+        with pytest.raises(OSError, match=message):  # the command line prints it, status 2
+            t.train(config)
+    assert os.listdir(folder / "checkpoints") == []
+    assert t.train(dataclasses.replace(config, out=None, resume=str(folder))) == 0
+    assert [r["step"] for r in read_log(folder / "metrics.jsonl")] == [1, 2, 3, 4]
