@@ -103,7 +103,7 @@ def _with_choice(inputs: MaskInputs, spec, block, block_weights) -> MaskInputs:
     """Check and attach the given active blocks or the chances of the blocks."""
     if block is None and block_weights is None:
         return inputs
-    num_blocks = count_blocks(inputs, spec)[1]
+    num_blocks = spec.grid.num_blocks(inputs.prompt_lengths, inputs.response_lengths)
     device, size = num_blocks.device, len(num_blocks)
     if block is not None:
         block = torch.as_tensor(block, dtype=torch.int64, device=device)
@@ -144,17 +144,10 @@ def _with_draw(inputs: MaskInputs, block_draw, rate, factor) -> MaskInputs:
     return replace(inputs, block_draw=block_draw, rate=rate, factor=factor)
 
 
-def count_blocks(inputs: MaskInputs, spec: MaskSpec):
-    """(start of the block grid, counted from the row's first token; number of blocks M), [S]."""
-    prompt, size = inputs.prompt_lengths, spec.block_size
-    origin = prompt if spec.block_origin == "response" else prompt - prompt % size
-    num_blocks = (prompt + inputs.response_lengths - origin + size - 1) // size
-    return origin, torch.where(inputs.response_lengths > 0, num_blocks, 0)
-
-
 def _active_block(inputs: MaskInputs, spec: MaskSpec):
     """(index, start, length, importance factor in float64) of the active block, each [S]."""
-    origin, num_blocks = count_blocks(inputs, spec)
+    grid, shape = spec.grid, (inputs.prompt_lengths, inputs.response_lengths)
+    num_blocks = grid.num_blocks(*shape)
     if inputs.block is not None:
         index, inverse_rho = inputs.block, num_blocks.double()
     else:
@@ -169,11 +162,9 @@ def _active_block(inputs: MaskInputs, spec: MaskSpec):
             index = (inputs.block_weights.cumsum(1) <= threshold[:, None]).sum(1)
             index = torch.where(num_blocks > 0, index, 0)
             inverse_rho = total / inputs.block_weights.gather(1, index[:, None])[:, 0].double()
-    end = inputs.prompt_lengths + inputs.response_lengths
-    start = torch.maximum(origin + index * spec.block_size, inputs.prompt_lengths)
-    length = torch.minimum(end, origin + (index + 1) * spec.block_size) - start
+    start, stop = grid.bounds(index, *shape)
     factor = inverse_rho if spec.block_factor == "sum" else inverse_rho / num_blocks
-    return index, start, length, factor if inputs.factor is None else factor * inputs.factor
+    return index, start, stop - start, factor if inputs.factor is None else factor * inputs.factor
 
 
 def _marks(inputs: MaskInputs, spec: MaskSpec, position, inside):

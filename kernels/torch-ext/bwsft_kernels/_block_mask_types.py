@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .block_grid import BlockGrid
+
 ONE24 = 1 << 24
 
 
@@ -41,13 +43,13 @@ class MaskSpec:
             "weight": ("count", "rate", "flat"),
             "empty": ("last", "skip"),
             "block_factor": ("mean", "sum"),
-            "block_origin": ("response", "absolute"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
-        if self.block_size < 1 or self.mask_id < 0:
-            raise ValueError("block_size must be at least 1 and mask_id at least 0")
+        BlockGrid(self.block_size, self.block_origin)  # which checks both
+        if self.mask_id < 0:
+            raise ValueError(f"mask_id must be at least 0, not {self.mask_id}")
         if not 0 <= self.low <= self.high <= 1:
             raise ValueError(f"0 <= low <= high <= 1 must hold, not {self.low} and {self.high}")
         if not (0 <= self.prefix_noise <= 1 and 0 <= self.suffix_leak <= 1):
@@ -59,6 +61,10 @@ class MaskSpec:
         if self.weight == "rate" and self.pairs:
             raise ValueError('weight="rate" can\'t go with pairs: a pair is conditioned on both '
                              'halves being non-empty; use weight="count" or "flat"')
+
+    @property
+    def grid(self) -> BlockGrid:
+        return BlockGrid(self.block_size, self.block_origin)
 
 
 @dataclass(frozen=True)
