@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(argv: list[str]) -> int:
     config = parse_train(argv)
-    from bwsft.training.trainer import train
+    from bwsft.training.setup import train
 
     return train(config)
 
@@ -177,6 +177,7 @@ def parse_train(argv: list[str]):
     from bwsft import config as c
     from bwsft.presets import PRESETS
 
+    argv = c.with_new_flags(argv)
     defaults = {name: make() for name, make in PRESETS.items()}
     stored = _stored_config(argv)
     if stored is not None and stored.preset in defaults:

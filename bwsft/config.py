@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bwsft.objectives.config import ObjectiveConfig
 from bwsft.objectives.config import validate as validate_objective
@@ -191,6 +193,8 @@ LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
     ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip", "profile"], 0
 )
 TRACKERS = ("tensorboard", "wandb", "mlflow")
+# Fields of older versions, which their config.json and command lines may still name.
+RENAMED = {"objective.mdlm.normalise": "normalize"}
 
 
 def run_folder(config: Config) -> Path:
@@ -286,7 +290,33 @@ def from_json(text: str, where: str = "config.json") -> Config:
         values = strict_json.parse(text)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from error
-    return config_check.build(Config, values, where)
+    return config_check.build(Config, with_new_names(values), where)
+
+
+def with_new_names(values: Any) -> Any:
+    """The JSON object of a config with the fields of older versions under their names of today."""
+    for old, new in RENAMED.items():
+        *groups, name = old.split(".")
+        group = values
+        for key in groups:
+            group = group.get(key) if isinstance(group, dict) else None
+        if isinstance(group, dict) and name in group:
+            group[new] = group.pop(name)
+    return values
+
+
+def with_new_flags(argv: Sequence[str]) -> list[str]:
+    """The words of a command line with a flag's name of today for an older one, which a line on
+    stderr names."""
+    words = list(argv)
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        for old, new in RENAMED.items():
+            now = f"--{old.rpartition('.')[0]}.{new}"
+            if flag.replace("_", "-") == f"--{old}".replace("_", "-"):
+                print(f"{flag} is called {now} now", file=sys.stderr)
+                words[i] = now + equals + value
+    return words
 
 
 def differences(a: Config, b: Config) -> list[str]:

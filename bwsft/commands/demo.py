@@ -69,7 +69,7 @@ def free_folder(name: str) -> str:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo and return the exit status."""
-    from bwsft.training.trainer import train  # heavy, and only needed here
+    from bwsft.training.setup import train  # heavy, and only needed here
 
     config = demo_config(options)
     if Path(config.out).exists():

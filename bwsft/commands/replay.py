@@ -20,10 +20,10 @@ from bwsft import config as c
 from bwsft.checkpoints.folders import ADAPTER, load_adapter_weights, newest_complete
 from bwsft.data.packing import Batch
 from bwsft.models.loading import load_backbone
-from bwsft.training.guards import BATCH, FACTS
 from bwsft.training.optim import trainable
-from bwsft.training.setup import Run, setup
-from bwsft.training.trainer import seed_dropout
+from bwsft.training.run_files import BATCH, FACTS
+from bwsft.training.setup import setup
+from bwsft.training.trainer import Run, seed_dropout
 from bwsft.utils import config_check, strict_json
 
 SHOWN = 5  # parameters in the table
@@ -41,7 +41,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class Facts:
-    """A repro.json (bwsft/training/guards.py writes it)."""
+    """A repro.json (bwsft/training/run_files.py writes it)."""
 
     what: str
     step: int
@@ -84,6 +84,7 @@ def put_weights(run: Run, folder: Path) -> None:
     run.backbone = load_backbone(folder, dtype=torch.float32, device=run.device)
     run.backbone.family = family
     run.backbone.train()
+    run.mode = dataclasses.replace(run.mode, backbone=run.backbone)
 
 
 def read_batch(path: Path, facts: Facts) -> Batch:
@@ -99,10 +100,12 @@ def replay(run: Run, part: Batch, facts: Facts, first: int) -> None:
     ids = part.sample_ids.tolist()
     seed_dropout(run.config.seed, facts.step, ids[0])
     slots = run.data.slots(facts.step, run.config.batch_size, run.config.seed)
-    for loss in run.losses(part, facts.step, slots, first):
+    place = run.place(facts.step, slots)._replace(first=first)
+    for loss in run.mode.losses(part, place):
         (loss.total / facts.sequences).backward()
         mean = loss.total.item() / part.num_sequences
-        print(f"samples {', '.join(map(str, ids))}: loss {mean:.6g}, {int(loss.rows)} loss rows")
+        names = ", ".join(map(str, ids))
+        print(f"samples {names}: loss {mean:.6g}, {int(loss.rows)} supervised tokens")
 
 
 @contextlib.contextmanager

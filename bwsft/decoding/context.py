@@ -24,8 +24,8 @@ from bwsft.decoding.canvas import Canvas, Packed, upload
 from bwsft.decoding.cuda_graphs import GraphedPasses, graphed
 from bwsft.decoding.plan import DecodeConfig, PlannedStep, block_bounds
 from bwsft.models.backbone import Backbone
+from bwsft.models.block_masks import PAD, block_causal_mask, grid_numbers
 from bwsft.models.kv_cache import ContextCache, Span
-from bwsft.training.context_modes import PAD, block_causal_mask, grid_numbers
 
 
 @dataclass

@@ -105,7 +105,7 @@ def run(folder: Path, cell: Cell, wanted: tuple[str, ...], exam: measures.Exam) 
 
 def train_cell(out: Path, config: c.Config) -> dict:
     """Train to the end, from wherever an earlier attempt came, and sum up its metrics."""
-    from bwsft.training.trainer import train
+    from bwsft.training.setup import train
 
     where = {"resume": str(out)} if (out / "config.json").exists() else {"out": str(out)}
     config = dataclasses.replace(config, **where)
@@ -129,7 +129,8 @@ def meter(config: c.Config) -> dict:
 
     Rates and blocks vary from update to update; FLOPs per token hardly do.
     """
-    from bwsft.training.setup import open_run, setup
+    from bwsft.training.run_files import open_run
+    from bwsft.training.setup import setup
     from bwsft.training.trainer import train_step
     from bwsft.utils.flops import flop_counter
 

@@ -54,7 +54,8 @@ def cell_config(mode: str, seed: int, steps: int) -> c.Config:
 
 def seconds_per_update(mode: str, out: Path) -> float:
     """CPU seconds of one update, the median of a few."""
-    from bwsft.training.setup import open_run, setup
+    from bwsft.training.run_files import open_run
+    from bwsft.training.setup import setup
     from bwsft.training.trainer import train_step
 
     config = dataclasses.replace(cell_config(mode, 0, WARM), out=str(out))

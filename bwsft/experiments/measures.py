@@ -12,14 +12,13 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import Trained, load_trained
 from bwsft.data import dataset as d
 from bwsft.data import word_problems as wordproblems
-from bwsft.objectives import nelbo
-from bwsft.training.context_modes import Mode
+from bwsft.objectives.nelbo import HeldOut
+from bwsft.training.context_modes import make_mode
 from bwsft.training.run_data import layout_of
 
 TEST_SEED = 1  # of the generated problems
@@ -86,13 +85,11 @@ def held_out_nelbo(trained: Trained, config: c.Config, exam: Exam, pilot: bool =
         for start in range(0, len(indices), exam.batch_size)
     ]
     spec = dataclasses.replace(mask_spec(config, family), seed=EXAM_MASKS)
+    held_out = HeldOut(spec=spec, count=exam.draws)
     device = next(trained.backbone.parameters()).device
-    run = SimpleNamespace(
-        backbone=trained.backbone, spec=spec, eval_spec=spec, device=device,
-        autocast=contextlib.nullcontext,
-    )  # fmt: skip
-    mode = Mode(config.context)
-    return nelbo.blockwise_nelbo(lambda s: mode.score(run, s), batches, spec, exam.draws)
+    mode = make_mode(config, family, trained.backbone, held_out, device)
+    mode = dataclasses.replace(mode, autocast=contextlib.nullcontext, even=False)
+    return held_out.nelbo(mode.score, batches)
 
 
 def solved(trained: Trained, config: c.Config, exam: Exam) -> dict:

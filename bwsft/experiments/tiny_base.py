@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.embed is not None:
         embed(options.work / "run" / "checkpoints" / f"step-{options.embed}", options.into)
         return 0
-    from bwsft.training.trainer import train
+    from bwsft.training.setup import train
 
     if not (options.work / "tokenizer").exists():
         make_tokenizer(options.work / "tokenizer")

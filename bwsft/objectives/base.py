@@ -1,44 +1,93 @@
-"""What the whole-response objectives (mdlm, soft_masked, rdm, two_step) have in common.
+"""What every objective offers the trainer, and what the objectives share.
 
-Each of them is a module with two functions:
-
-- ``prepare(config, family, responses) -> options``, a subclass of `Options`: called once;
-  ``responses`` yields the training responses (token ids, with their end token and fill) for
-  objectives that need statistics of them.
-- ``draws(batch, options, place, predict) -> Iterator[Drawn]``: the corruptions of one visit of each
-  example. Every random choice is a function of (seed, example, visit) or (seed, step).
-  ``predict(noisy, rows)`` is a forward without gradient: token and confidence at the rows.
-
-The loss is the sum over draws of weight * CE, divided once by the sequences of the update.
+An objective is a dataclass in a file of its own: ``of`` makes it for a run, ``draws`` corrupts a
+batch. Every random choice is a function of (seed, example, visit) or (seed, update): see
+bwsft_kernels.philox. The loss is the sum over draws of weight * CE / `of`, divided once by the
+sequences of the update.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from bwsft_kernels.philox import Stream, philox_u24
+from bwsft_kernels import LinearArgmax, Stream
+from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from bwsft.data.packing import Batch
+
 IGNORE = -100
-ONE24 = 1 << 24
+ONE24 = 1 << 24  # rates and times are whole numbers of 2^-24: floats never decide a mask
+
+
+class Place(NamedTuple):
+    """Which part of which update a micro-batch is."""
+
+    step: int  # optimizer updates before this one
+    first: int  # number of its first sequence in the whole update, over ranks too
+    sequences: int  # of the update
+    tokens: int  # response tokens of the update
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One corruption of a batch: what the network sees and which tokens are supervised."""
+
+    noisy: Batch  # the batch with its noisy ids
+    rows: Tensor  # [N] flat indices of the supervised tokens in the ids, the tail 0
+    target: Tensor  # [N] clean tokens, the tail -100
+    weight: Tensor  # [N] fp32, the tail 0
+    num_rows: Tensor  # 0-dim: supervised tokens
+    region: Tensor  # 0-dim: tokens of the supervised regions, masked or not
+    block_start: Tensor | None = None  # [S] the active block's first position in its row
+    block_length: Tensor | None = None  # [S]; both None: the whole response is supervised
+    smoothing: Tensor | float = 0.0  # label smoothing of each supervised token
+    number: int = 0  # of the draw among the `of` draws of a visit, which share their context
+    of: int = 1
+
+    def to(self, device: torch.device) -> Draw:
+        moved = {k: v.to(device) for k, v in vars(self).items() if hasattr(v, "to")}
+        return dataclasses.replace(self, **moved)
+
+
+# (noisy batch, rows [N]) -> token and confidence that the model gives these rows, without gradient.
+Predict = Callable[["Batch", Tensor], LinearArgmax]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What every objective needs to know; each adds fields of its own."""
+class Objective:
+    """What is masked and how it is weighed."""
+
+    excluded_id: int | None = None  # column of the head that leaves the softmax
+
+    @classmethod
+    def of(cls, config: Any, family: Any, responses: Iterable = ()) -> Objective:
+        """The objective of a run `config` (a bwsft Config) on a model `family`; `responses` are the
+        token ids of the training responses, with end token and fill."""
+        raise NotImplementedError
+
+    def draws(self, batch: Batch, place: Place, predict: Predict) -> Iterator[Draw]:
+        """The corruptions of one visit of each example, on the device of the batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeResponse(Objective):
+    """An objective that masks tokens anywhere in the response; each adds fields of its own."""
 
     mask_id: int
     seed: int
-    low: int  # lowest and highest time in units of 2^-24: floats never decide a mask
+    low: int  # lowest and highest time in units of 2^-24
     high: int
-    excluded_id: int | None = None  # column of the head that leaves the softmax
 
 
-def common(config, family) -> dict[str, int]:
-    """The fields of `Options` for a run `config` on a model `family`."""
+def common(config: Any, family: Any) -> dict[str, int]:
+    """The fields of `WholeResponse` for a run `config` on a model `family`."""
     objective = config.objective
     return {
         "mask_id": family.mask_id,
@@ -46,28 +95,6 @@ def common(config, family) -> dict[str, int]:
         "low": round(objective.low * ONE24),
         "high": round(objective.high * ONE24),
     }
-
-
-class Place(NamedTuple):
-    """Where a micro-batch stands in the training."""
-
-    step: int  # optimiser updates before this one
-    first: int  # place of its first sequence in the whole update, over ranks too
-    sequences: int  # of the update
-    tokens: int  # response tokens of the update
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """One corruption of a batch: what the network sees and which rows bear loss."""
-
-    noisy: Any  # the batch with its noisy ids
-    rows: Tensor  # [T] flat indices of the loss rows, the tail 0
-    target: Tensor  # [T] clean tokens, the tail -100
-    weight: Tensor  # [T] fp32, the tail 0
-    num_rows: Tensor  # 0-dim
-    region: Tensor  # 0-dim: tokens of the supervised region, masked or not
-    smoothing: Tensor | float = 0.0  # label smoothing of each row
 
 
 class Rows(NamedTuple):
@@ -79,7 +106,8 @@ class Rows(NamedTuple):
     lengths: Tensor  # [S] response tokens
 
 
-def response_rows(batch) -> Rows:
+def response_rows(batch: Batch) -> Rows:
+    """Which tokens of a packed batch belong to responses."""
     counts = batch.cu_seqlens.diff().long()
     owner = torch.repeat_interleave(
         torch.arange(len(counts), device=counts.device), counts, output_size=batch.ids.numel()
@@ -90,24 +118,24 @@ def response_rows(batch) -> Rows:
     return Rows(inside, owner, position, batch.response_lengths)
 
 
-def sequence_u24(batch, seed: int, stream: Stream, draw) -> Tensor:
+def sequence_u24(batch: Batch, seed: int, stream: Stream, draw: Tensor | int) -> Tensor:
     """One integer in [0, 2^24) per sequence, [S]."""
     return philox_u24(0, draw, batch.sample_ids, seed=seed, stream=stream)
 
 
-def token_u24(batch, rows: Rows, seed: int, stream: Stream, draw: Tensor) -> Tensor:
+def token_u24(batch: Batch, rows: Rows, seed: int, stream: Stream, draw: Tensor) -> Tensor:
     """One integer in [0, 2^24) per token, [T]; draw [S]. With Stream.MARKS the bits of block_mask:
     a token is masked iff its integer lies below its rate times 2^24."""
     ids = batch.sample_ids[rows.owner]
     return philox_u24(rows.position, draw[rows.owner], ids, seed=seed, stream=stream)
 
 
-def between(low, high, u24) -> Tensor:
+def between(low: int, high: int | Tensor, u24: Tensor) -> Tensor:
     """Uniform integers in [low, high), with block_mask's arithmetic."""
     return low + ((high - low) * u24 >> 24)
 
 
-def times(batch, options: Options) -> Tensor:
+def times(batch: Batch, options: WholeResponse) -> Tensor:
     """One time per sequence, uniform in [low, high), in units of 2^-24: block_mask's rates."""
     u24 = sequence_u24(batch, options.seed, Stream.RATE, batch.visits)
     return between(options.low, options.high, u24)
@@ -118,9 +146,9 @@ def count(where: Tensor, rows: Rows) -> Tensor:
     return torch.zeros_like(rows.lengths).index_add_(0, rows.owner, where.long())
 
 
-def ranks(batch, rows: Rows, among: Tensor, key: Tensor) -> Tensor:
+def ranks(batch: Batch, rows: Rows, among: Tensor, key: Tensor) -> Tensor:
     """Place of each token of ``among`` [T] in its sequence by ascending ``key`` [T], from 0; ties
-    by position. Tokens not ``among`` come behind."""
+    by position. Tokens not ``among`` come last."""
     by_key = key.argsort(stable=True)
     group = rows.owner * 2 + (~among).long()
     order = by_key[group[by_key].argsort(stable=True)]
@@ -136,17 +164,20 @@ def row_list(where: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.arange(size, device=where.device) < where.sum()
 
 
-def drawn(batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int) -> Drawn:
+def masked_draw(
+    batch: Batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int
+) -> Draw:
     """The corruption that masks ``marked`` [T] and weighs each masked token by ``weight`` [T]."""
     noisy = dataclasses.replace(batch, ids=batch.ids.masked_fill(marked, mask_id))
     return supervise(noisy, batch.ids, marked, weight, rows)
 
 
-def supervise(noisy, clean: Tensor, where: Tensor, weight: Tensor, rows: Rows) -> Drawn:
-    """Loss at ``where`` [T] of a noisy batch; no row for a token without weight."""
+def supervise(noisy: Batch, clean: Tensor, where: Tensor, weight: Tensor, rows: Rows) -> Draw:
+    """Loss at ``where`` [T] of a noisy batch with clean ids ``clean`` [T]; a token without weight
+    is not supervised."""
     where = where & (weight > 0)
     index, real = row_list(where)
-    return Drawn(
+    return Draw(
         noisy=noisy,
         rows=index,
         target=torch.where(real, clean[index], IGNORE),

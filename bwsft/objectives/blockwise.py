@@ -1,17 +1,19 @@
 """Blockwise SFT: the paper's method in one file.
 
+Sun, Cai, Yang and Wang, "Blockwise SFT for Diffusion Language Models: Reconciling Bidirectional
+Attention and Autoregressive Decoding", arXiv:2508.19529.
+
 A response r of Lr tokens is cut in M = ceil(Lr / B) blocks. One step of one example:
 
-1. Choose the active block a, uniformly over 1..M (paper, Algorithm 1), or with chances rho that
-   the weight 1/rho undoes, or each block once per traversal, or in turn, or all of them.
+1. Choose the active block a, uniformly over 1..M (Algorithm 1), or with chances rho that the weight
+   1/rho undoes, or each block once per traversal, or in turn, or all of them.
 2. Draw the mask rate pi ~ U(low, high): the diffusion time of an absorbing process. Or one of the
-   times t/T with weights omega_t (paper, Theorem 3.3): `Levels`.
+   times t/T with weights omega_t (Theorem 3.3): `Levels`.
 3. Keep prompt and earlier blocks clean, mask every token of block a with probability pi, hide
-   everything behind it behind [MASK]: what semi-autoregressive decoding sees.
-4. If nothing was masked, mask the block's last token (paper, section 4).
-5. Loss: cross-entropy on the masked tokens of block a alone, each weighed 1 / (their number).
-   With pi uniform this has the expectation of the 1/pi-weighted bound and less variance: the
-   number of masked tokens is then uniform on 0..n and the set uniform given its size.
+   the suffix, everything after it, as [MASK]: what semi-autoregressive decoding sees.
+4. If nothing was masked, mask the block's last token (section 4).
+5. Loss: cross-entropy on the masked tokens of block a alone, each weighed 1 / (their number). With
+   pi uniform on (0, 1) their number is uniform on 0..n and the set uniform given its size.
 
 With complementary pairs two draws mask every token of the block once. At weight "flat" their
 average weighs each token exactly 1/|I_a|: no variance from the count, no empty draw.
@@ -24,14 +26,164 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from bwsft_kernels import MaskedBatch, MaskSpec, block_mask
-from bwsft_kernels.philox import Stream, philox_u24
+from bwsft_kernels import MaskedBatch, MaskSpec, Stream, block_mask
+from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
-ONE24 = 1 << 24
+from bwsft.objectives.base import ONE24, Draw, Objective, Place, Predict, response_rows
+
+if TYPE_CHECKING:
+    from bwsft.data.packing import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blockwise(Objective):
+    """Masks one block of each response, or all of them, each with the rate of its own draw."""
+
+    spec: MaskSpec
+    order: str = "uniform"  # which block a visit masks: ObjectiveConfig.blocks
+    levels: Levels | None = None
+    draws_per_visit: int = 1  # of one block; their losses are averaged
+    one_pass: bool = False  # every block of every response in one draw, for block_causal
+
+    @classmethod
+    def of(cls, config: Any, family: Any, responses: Iterable = ()) -> Blockwise:
+        return cls(
+            spec=mask_spec(config, family),
+            order=config.objective.blocks,
+            levels=levels_of(config.objective),
+            draws_per_visit=config.draws_per_context,
+            one_pass=config.context == "block_causal",
+        )
+
+    def draws(self, batch: Batch, place: Place, predict: Predict) -> Iterator[Draw]:
+        """`draws_per_visit` masks of one block of each example; with order "all" of every block in
+        turn; with one_pass all blocks at once."""
+        if self.one_pass:
+            yield self.one_pass_draw(batch)
+        elif self.order == "all":
+            for some, block in every_block(batch, self.spec):
+                yield from self.visit(some, block)
+        else:
+            yield from self.visit(batch)
+
+    def visit(self, batch: Batch, block: int | None = None) -> Iterator[Draw]:
+        """The draws of one visit of each example, of this block if one is given."""
+        for number in range(self.draws_per_visit):
+            masked = self.mask(batch, number, block)
+            yield Draw(
+                noisy=dataclasses.replace(batch, ids=masked.noisy_ids),
+                rows=masked.rows,
+                target=masked.row_target,
+                weight=masked.row_weight,
+                num_rows=masked.num_rows,
+                region=masked.block_length.sum(),
+                block_start=masked.block_start,
+                block_length=masked.block_length,
+                number=number,
+                of=self.draws_per_visit,
+            )
+
+    def mask(self, batch: Batch, draw: int = 0, block: int | None = None) -> MaskedBatch:
+        """Mask number `draw` of a visit's active blocks.
+
+        The weights sum to 1 per sequence (0 where nothing is supervised): a step divides the summed
+        loss once by its number of sequences. With `block` the visit masks this block of each
+        example, and all blocks together sum to 1.
+        """
+        spec, draws = self.spec, self.draws_per_visit
+        visit, factor, rate = batch.visits, 1.0, None
+        if block is None:
+            chosen = choose_blocks(batch, spec, self.order)
+            weights = chances(batch, spec, self.order)
+        else:
+            blocks = num_blocks(batch, spec)
+            chosen, weights = torch.full_like(blocks, block), None
+            visit, factor = visit * blocks + block, 1 / blocks.double()
+        number = visit * draws + draw
+        if self.levels is not None:
+            u24 = philox_u24(0, number, batch.sample_ids, seed=spec.seed, stream=Stream.RATE)
+            rate, omega = self.levels.draw(u24)
+            factor = factor * omega
+        if spec.pairs and spec.weight == "flat":
+            factor = 2.0 * factor  # a token is supervised in one half only
+        if isinstance(factor, float):
+            factor = None if factor == 1 else torch.full_like(number, factor, dtype=torch.float64)
+        return block_mask(
+            batch.ids,
+            batch.prompt_lengths,
+            batch.response_lengths,
+            spec,
+            cu_seqlens=batch.cu_seqlens,
+            sample_ids=batch.sample_ids,
+            draw=number,
+            block=chosen,
+            block_weights=weights,
+            block_draw=None if draws == 1 else visit * draws,
+            rate=rate,
+            factor=factor,
+        )
+
+    def one_pass_draw(self, batch: Batch) -> Draw:
+        """Every block of every response masked, each as a short sequence with a rate and marks of
+        its own (draw = visit * M + block). Weight 1 / (M * count), so that a sequence's weights sum
+        to 1 as in `visit`, or to M with block_factor "sum". No suffix is hidden: the context mode
+        keeps later blocks out of sight. `batch` is on the host."""
+        spec, inside = self.spec, response_rows(batch).inside
+        shapes = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
+        sizes = [[stop - start for start, stop in spec.grid.blocks(*shape)] for shape in shapes]
+        per_row = torch.tensor([len(row) for row in sizes])
+        owner = torch.repeat_interleave(torch.arange(len(sizes)), per_row)  # of each block
+        number = torch.cat([torch.arange(len(row)) for row in sizes])
+        lengths = torch.tensor([size for row in sizes for size in row])
+        places = inside.nonzero()[:, 0]  # of the response tokens in the batch
+        masked = block_mask(
+            batch.ids[places],
+            torch.zeros_like(lengths),
+            lengths,
+            dataclasses.replace(spec, block_origin="response"),
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int(),
+            sample_ids=batch.sample_ids[owner],
+            draw=(batch.visits * per_row)[owner] + number,
+            block=torch.zeros_like(lengths),
+        )
+        weight = masked.row_weight
+        if spec.block_factor == "mean":
+            block_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            weight = weight / per_row[owner][block_of[masked.rows]]
+        noisy = batch.ids.index_copy(0, places, masked.noisy_ids)
+        return Draw(
+            noisy=dataclasses.replace(batch, ids=noisy),
+            rows=places[masked.rows],
+            target=masked.row_target,
+            weight=weight,
+            num_rows=masked.num_rows,
+            region=masked.block_length.sum(),
+        )
+
+
+def mask_spec(config: Any, family: Any) -> MaskSpec:
+    """The kernel's options for a run `config` on a model `family`."""
+    o = config.objective
+    return MaskSpec(
+        block_size=config.block_size,
+        mask_id=family.mask_id,
+        seed=config.seed,
+        low=o.low,
+        high=o.high,
+        weight="flat" if o.weight == "discrete" else o.weight,  # omega_t comes with each draw
+        empty=o.empty,
+        block_factor=o.block_factor,
+        prefix_noise=o.prefix_noise,
+        suffix_leak=o.suffix_leak,
+        block_origin=family.block_origin,
+        pairs=o.pairs,
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +208,7 @@ class Levels:
 
 
 @functools.lru_cache(maxsize=8)
-def level_tables(levels: Levels, device) -> tuple[Tensor, Tensor, Tensor]:
+def level_tables(levels: Levels, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of t = 1..T: where its share of [0, 2^24) ends, its rate, its weight. [T] each."""
     t = torch.arange(1, levels.steps + 1)
     omega = 1 / t.double() if levels.omega == "elbo" else torch.ones(levels.steps).double()
@@ -67,36 +219,17 @@ def level_tables(levels: Levels, device) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(x.to(device) for x in (edges, rates, omega * ONE24 / share))
 
 
-def levels_of(objective) -> Levels | None:
+def levels_of(objective: Any) -> Levels | None:
     """The times of an ObjectiveConfig with weight "discrete"; None for the others."""
     if objective.weight != "discrete":
         return None
     return Levels(**vars(objective.discrete))
 
 
-def mask_spec(config, family) -> MaskSpec:
-    """The kernel's options for a run `config` on a model `family`."""
-    o = config.objective
-    return MaskSpec(
-        block_size=config.block_size,
-        mask_id=family.mask_id,
-        seed=config.seed,
-        low=o.low,
-        high=o.high,
-        weight="flat" if o.weight == "discrete" else o.weight,  # omega_t comes with each draw
-        empty=o.empty,
-        block_factor=o.block_factor,
-        prefix_noise=o.prefix_noise,
-        suffix_leak=o.suffix_leak,
-        block_origin=family.block_origin,
-        pairs=o.pairs,
-    )
-
-
 CHANCES = ("length", "rising", "falling")
 
 
-def chances(batch, spec: MaskSpec, order: str) -> Tensor | None:
+def chances(batch: Batch, spec: MaskSpec, order: str) -> Tensor | None:
     """Block distribution rho as integers [S, most blocks]: proportional to a block's tokens, or to
     its number from the left or from the right. None: uniform."""
     if order not in CHANCES:
@@ -106,18 +239,18 @@ def chances(batch, spec: MaskSpec, order: str) -> Tensor | None:
         return (index + 1).expand(batch.num_sequences, -1)
     if order == "falling":
         return (num_blocks(batch, spec)[:, None] - index).clamp(min=0)
-    edges = torch.arange(len(index) + 1, device=index.device) * spec.block_size
-    edges = edges - _before(batch, spec)[:, None]
-    return edges.clamp(min=0).minimum(batch.response_lengths[:, None]).diff(dim=1)
+    shape = batch.prompt_lengths[:, None], batch.response_lengths[:, None]
+    start, stop = spec.grid.bounds(index, *shape)
+    return (stop - start).clamp(min=0)
 
 
-def _block_index(batch, spec: MaskSpec) -> Tensor:
+def _block_index(batch: Batch, spec: MaskSpec) -> Tensor:
     # A bound that the host knows: reading the largest M would wait for the device.
     width = batch.max_length // spec.block_size + 1
     return torch.arange(width, device=batch.prompt_lengths.device)
 
 
-def choose_blocks(batch, spec: MaskSpec, order: str) -> Tensor | None:
+def choose_blocks(batch: Batch, spec: MaskSpec, order: str) -> Tensor | None:
     """Active block of each sequence [S], one for all draws of a visit; None: block_mask draws it.
 
     A traversal is M visits; its order sorts the blocks by the words of (block, traversal).
@@ -125,9 +258,9 @@ def choose_blocks(batch, spec: MaskSpec, order: str) -> Tensor | None:
     if order in ("uniform", *CHANCES):
         return None
     blocks = num_blocks(batch, spec)
-    turn = batch.visits % blocks
+    number = batch.visits % blocks
     if order == "sequential":
-        return turn
+        return number
     traversal = batch.visits // blocks
     index = _block_index(batch, spec)
     words = philox_u24(
@@ -139,74 +272,17 @@ def choose_blocks(batch, spec: MaskSpec, order: str) -> Tensor | None:
     )
     words = words.masked_fill(index[None] >= blocks[:, None], ONE24)  # absent blocks last
     ranked = words.argsort(dim=1, stable=True)
-    return ranked.gather(1, turn[:, None]).squeeze(1)
+    return ranked.gather(1, number[:, None]).squeeze(1)
 
 
-def num_blocks(batch, spec: MaskSpec) -> Tensor:
+def num_blocks(batch: Batch, spec: MaskSpec) -> Tensor:
     """Blocks of each response [S], at least 1."""
-    size = spec.block_size
-    length = _before(batch, spec) + batch.response_lengths
-    return ((length + size - 1) // size).clamp(min=1)
+    return spec.grid.num_blocks(batch.prompt_lengths, batch.response_lengths).clamp(min=1)
 
 
-def _before(batch, spec: MaskSpec) -> Tensor:
-    """Prompt tokens in the block where the response starts [S]."""
-    absolute = spec.block_origin == "absolute"
-    return batch.prompt_lengths % (spec.block_size if absolute else 1)
-
-
-def corrupt(
-    batch,
-    spec: MaskSpec,
-    order: str = "uniform",
-    draw: int = 0,
-    draws: int = 1,
-    *,
-    block: int | None = None,
-    levels: Levels | None = None,
-):
-    """(noisy batch, MaskedBatch with loss rows and row weights) for one visit of each example:
-    `draw` of `draws` masks of the same active block.
-
-    The weights sum to 1 per sequence (0 where nothing bears loss): a step divides the summed
-    loss once by its number of sequences. With `block` the visit masks this block of each example,
-    and all blocks together sum to 1.
-    """
-    visit, factor, rate = batch.visits, 1.0, None
-    if block is None:
-        chosen, weights = choose_blocks(batch, spec, order), chances(batch, spec, order)
-    else:
-        blocks = num_blocks(batch, spec)
-        chosen, weights = torch.full_like(blocks, block), None
-        visit, factor = visit * blocks + block, 1 / blocks.double()
-    number = visit * draws + draw
-    if levels is not None:
-        u24 = philox_u24(0, number, batch.sample_ids, seed=spec.seed, stream=Stream.RATE)
-        rate, omega = levels.draw(u24)
-        factor = factor * omega
-    if spec.pairs and spec.weight == "flat":
-        factor = 2.0 * factor  # a token bears loss in one half only
-    if isinstance(factor, float):
-        factor = None if factor == 1 else torch.full_like(number, factor, dtype=torch.float64)
-    masked: MaskedBatch = block_mask(
-        batch.ids,
-        batch.prompt_lengths,
-        batch.response_lengths,
-        spec,
-        cu_seqlens=batch.cu_seqlens,
-        sample_ids=batch.sample_ids,
-        draw=number,
-        block=chosen,
-        block_weights=weights,
-        block_draw=None if draws == 1 else visit * draws,
-        rate=rate,
-        factor=factor,
-    )
-    return dataclasses.replace(batch, ids=masked.noisy_ids), masked
-
-
-def every_block(batch, spec: MaskSpec):
-    """Yield (sequences that have it, block) for every block; `batch` is on the host."""
-    blocks = num_blocks(batch, spec)
-    for block in range(int(blocks.max())):
-        yield batch.select((blocks > block).nonzero()[:, 0].tolist()), block
+def every_block(batch: Batch, spec: MaskSpec) -> Iterator[tuple[Batch, int]]:
+    """Yield (sequences that have it, block) for every block. Asks the device once for their
+    numbers."""
+    blocks = num_blocks(batch, spec).tolist()
+    for block in range(max(blocks)):
+        yield batch.select([s for s, count in enumerate(blocks) if count > block]), block

@@ -26,7 +26,7 @@ class MdlmConfig:
     """Spread the times of an update evenly: one per stratum of [0, 1) (low-discrepancy t)."""
     subs: bool = True
     """[MASK] leaves the softmax (zero masking probability of SUBS)."""
-    normalise: Literal["token", "sequence"] = "token"
+    normalize: Literal["token", "sequence"] = "token"
     """Divide by the response tokens of the update, or by each sequence's own."""
     rate: Literal["mdlm", "llada"] = "mdlm"
     """Mask rate at time t in [eps, 1): (1 - eps) t with weight 1/t (log-linear schedule), or t

@@ -12,44 +12,62 @@ One step of one example, sequence b of the n sequences of an update:
 
 The model has no time input, as in MDLM's own default. What this port leaves out: the other noise
 schedules, the discrete-time loss, and the average of weights that MDLM evaluates. With stratify
-and subs off, rate "llada" and normalise "sequence" it is classical SFT with weight 1 / rate, bit
+and subs off, rate "llada" and normalize "sequence" it is classical SFT with weight 1 / rate, bit
 for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from bwsft_kernels.philox import Stream
+from bwsft_kernels import Stream
 from torch import Tensor
 
 from bwsft.objectives import base as d
+
+if TYPE_CHECKING:
+    from bwsft.data.packing import Batch
 
 EPS24 = round(1e-3 * d.ONE24)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(d.Options):
+class Mdlm(d.WholeResponse):
+    """MDLM's objective on the response."""
+
     stratify: bool
     rate: str
-    normalise: str
+    normalize: str
+
+    @classmethod
+    def of(cls, config: Any, family: Any, responses: Iterable = ()) -> Mdlm:
+        own = config.objective.mdlm
+        return cls(
+            **d.common(config, family),
+            excluded_id=family.mask_id if own.subs else None,
+            stratify=own.stratify,
+            rate=own.rate,
+            normalize=own.normalize,
+        )
+
+    def draws(self, batch: Batch, place: d.Place, predict: d.Predict) -> Iterator[d.Draw]:
+        """One corruption; row weights 1/t over the mean response length of the update ("token") or
+        over the sequence's own."""
+        rows, t24 = d.response_rows(batch), times(batch, self, place)
+        rate24 = mask_rate(t24) if self.rate == "mdlm" else t24
+        marks = d.token_u24(batch, rows, self.seed, Stream.MARKS, batch.visits)
+        marked = rows.inside & (marks < rate24[rows.owner])
+        lengths = rows.lengths
+        if self.normalize == "token":
+            lengths = torch.full_like(lengths, place.tokens).double() / place.sequences
+        weight = (1 / (t24.double() * lengths * 2.0**-24)).float()
+        yield d.masked_draw(batch, marked, weight[rows.owner], rows, self.mask_id)
 
 
-def prepare(config, family, responses) -> Options:
-    """Options of a run `config` on a model `family`; `responses` are not needed."""
-    own = config.objective.mdlm
-    return Options(
-        **d.common(config, family),
-        excluded_id=family.mask_id if own.subs else None,
-        stratify=own.stratify,
-        rate=own.rate,
-        normalise=own.normalise,
-    )
-
-
-def times(batch, options: Options, place: d.Place) -> Tensor:
+def times(batch: Batch, options: Mdlm, place: d.Place) -> Tensor:
     """Time of each sequence in units of 2^-24, [S]."""
     if not options.stratify:
         return d.times(batch, options)
@@ -61,17 +79,3 @@ def times(batch, options: Options, place: d.Place) -> Tensor:
 def mask_rate(t24: Tensor) -> Tensor:
     """(1 - eps) t, in and out in units of 2^-24."""
     return t24 - (t24 * EPS24 + d.ONE24 // 2 >> 24)
-
-
-def draws(batch, options: Options, place: d.Place, predict) -> Iterator[d.Drawn]:
-    """One corruption; row weights 1/t over the mean response length of the update ("token") or
-    over the sequence's own."""
-    rows, t24 = d.response_rows(batch), times(batch, options, place)
-    rate24 = mask_rate(t24) if options.rate == "mdlm" else t24
-    marks = d.token_u24(batch, rows, options.seed, Stream.MARKS, batch.visits)
-    marked = rows.inside & (marks < rate24[rows.owner])
-    lengths = rows.lengths
-    if options.normalise == "token":
-        lengths = torch.full_like(lengths, place.tokens).double() / place.sequences
-    weight = (1 / (t24.double() * lengths * 2.0**-24)).float()
-    yield d.drawn(batch, marked, weight[rows.owner], rows, options.mask_id)

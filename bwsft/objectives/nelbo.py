@@ -3,103 +3,111 @@
 For a block of n tokens the any-order bound is sum over l = 1..n of (1/l) E[sum of CE over a random
 masked set of size l], so n times the mean CE at a count l ~ U{1..n} is unbiased for it, with far
 less variance than Bernoulli masks at 1/pi (LLaDA's likelihood evaluation does the same for whole
-responses). A state masks l tokens of one block, whose chance is its share of the response, so its
+responses). A draw masks l tokens of one block, whose chance is its share of the response, so its
 mean CE is unbiased for the bound per token, end token and fill included.
 
-An example gets `draws` states, spread evenly over its blocks: the cost is draws forwards however
+An example gets `count` draws, spread evenly over its blocks: the cost is `count` forwards however
 many blocks a response has (all blocks of a 256-token canvas at B 8 would be 32). The draws are
-functions of (seed, example, state) alone: curves of different runs compare.
+functions of (seed, example, number) alone: curves of different runs compare.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from bwsft_kernels.philox import Stream, philox_u24
+from bwsft_kernels import MaskSpec, Stream
+from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
-from bwsft.objectives.base import Rows, ranks
+from bwsft.objectives.base import Draw, Objective, Place, Predict, Rows, ranks
 
-# Draw numbers of the evaluation lie far above those of training visits.
+if TYPE_CHECKING:
+    from bwsft.data.packing import Batch
+
+# Draw numbers of the evaluation are far above those of training visits.
 FIRST_DRAW = 1 << 31
-# 2^24 / golden ratio. With block choices 1/draws apart and counts this far apart, the pairs (block,
-# count) of an example cover the square evenly for any number of draws.
+# 2^24 / golden ratio. With block choices 1/count apart and masked counts this far apart, the pairs
+# (block, masked count) of an example cover the square evenly for any number of draws.
 GOLDEN24 = 10368889
 
 
-class State(NamedTuple):
-    """A batch with one block per sequence partly masked, and what to predict in it."""
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Objective):
+    """Masks the same tokens of the same held-out examples at every call."""
 
-    noisy: Any  # the batch with its noisy ids
-    rows: Tensor  # [N] flat indices of the masked tokens
-    target: Tensor  # [N]
-    weight: Tensor  # [N] fp32
-    start: Tensor  # [S] the active block's positions in its row
-    stop: Tensor  # [S]
+    spec: MaskSpec  # block size and origin, mask id and seed
+    count: int  # draws per example
+
+    def draws(
+        self, batch: Batch, place: Place | None = None, predict: Predict | None = None
+    ) -> Iterator[Draw]:
+        """Yield `count` draws of a batch, one partly masked block per sequence in each.
+
+        The weights are 1/l: they sum to 1 per sequence, and the weighted sum of CE over the
+        supervised tokens, divided by the number of sequences, estimates nats per response token.
+        """
+        spec, lengths = self.spec, batch.cu_seqlens.diff().long()
+        owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        position, end = batch.position_ids, batch.prompt_lengths + batch.response_lengths
+        for number in range(self.count):
+            u24 = _shifted(batch, spec, Stream.BLOCK, (number << 24) // self.count)
+            start, stop = _active_block(batch, spec, u24)
+            u24 = _shifted(batch, spec, Stream.RATE, number * GOLDEN24)
+            masked = 1 + (u24 * (stop - start) >> 24)
+            active = (position >= start[owner]) & (position < stop[owner])
+            suffix = (position >= stop[owner]) & (position < end[owner])
+            marked = _smallest(batch, spec, number, owner, active, masked)
+            rows = marked.nonzero().squeeze(1)
+            noisy = batch.ids.masked_fill(marked | suffix, spec.mask_id)
+            yield Draw(
+                noisy=dataclasses.replace(batch, ids=noisy),
+                rows=rows,
+                target=batch.ids[rows],
+                weight=(1 / masked[owner[rows]]).float(),
+                num_rows=masked.sum(),
+                region=(stop - start).sum(),
+                block_start=start,
+                block_length=stop - start,
+            )
+
+    @torch.no_grad()
+    def nelbo(self, score: Callable[[Draw], Tensor], batches: Iterable[Batch]) -> float:
+        """Nats per response token, averaged over the sequences of `batches`; score(draw) returns
+        the weighted sum of CE."""
+        sums, sequences = [], 0
+        for batch in batches:
+            sequences += len(batch.sample_ids)
+            sums += [score(draw).double() for draw in self.draws(batch)]
+        return float(torch.stack(sums).sum()) / (self.count * sequences)
 
 
-def masked_states(batch, spec, draws: int) -> Iterator[State]:
-    """Yield `draws` states of a batch.
-
-    The weights are 1/l: they sum to 1 per sequence, and the weighted sum of CE over the rows,
-    divided by the number of sequences, estimates nats per response token.
-    """
-    lengths = batch.cu_seqlens.diff().long()
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    position, end = batch.position_ids, batch.prompt_lengths + batch.response_lengths
-    for draw in range(draws):
-        start, stop = _active_block(batch, spec, _shifted(batch, spec, Stream.BLOCK, draw, draws))
-        count = 1 + (_shifted(batch, spec, Stream.RATE, draw, None) * (stop - start) >> 24)
-        active = (position >= start[owner]) & (position < stop[owner])
-        suffix = (position >= stop[owner]) & (position < end[owner])
-        marked = _smallest(batch, spec, draw, owner, active, count)
-        rows = marked.nonzero().squeeze(1)
-        noisy = batch.ids.masked_fill(marked | suffix, spec.mask_id)
-        weight = (1 / count[owner[rows]]).float()
-        noisy = dataclasses.replace(batch, ids=noisy)
-        yield State(noisy, rows, batch.ids[rows], weight, start, stop)
-
-
-def _shifted(batch, spec, stream: Stream, draw: int, draws: int | None) -> Tensor:
-    """u24 [S] of state `draw`: one word per example, moved on by 1/draws or by the golden ratio."""
+def _shifted(batch: Batch, spec: MaskSpec, stream: Stream, shift: int) -> Tensor:
+    """One word per example, moved on by `shift`: u24 [S]."""
     word = philox_u24(0, FIRST_DRAW, batch.sample_ids, seed=spec.seed, stream=stream)
-    return (word + (draw * GOLDEN24 if draws is None else (draw << 24) // draws)) % (1 << 24)
+    return (word + shift) % (1 << 24)
 
 
-def _active_block(batch, spec, u24: Tensor) -> tuple[Tensor, Tensor]:
+def _active_block(batch: Batch, spec: MaskSpec, u24: Tensor) -> tuple[Tensor, Tensor]:
     """(start, stop), positions [S] of the block that holds response token floor(u * length)."""
     prompt, length = batch.prompt_lengths, batch.response_lengths
-    origin = prompt - prompt % spec.block_size if spec.block_origin == "absolute" else prompt
-    token = prompt + (u24 * length >> 24)
-    start = origin + (token - origin) // spec.block_size * spec.block_size
-    return torch.maximum(start, prompt), torch.minimum(start + spec.block_size, prompt + length)
+    index = spec.grid.index_of(prompt + (u24 * length >> 24), prompt)
+    return spec.grid.bounds(index, prompt, length)
 
 
-def _smallest(batch, spec, draw: int, owner, active, count) -> Tensor:
-    """Mask [T] of the `count` active positions with the smallest words of their sequence."""
+def _smallest(
+    batch: Batch, spec: MaskSpec, number: int, owner: Tensor, active: Tensor, count: Tensor
+) -> Tensor:
+    """Mask [T] of the `count` [S] active positions with the smallest words of their sequence."""
     word = philox_u24(
         batch.position_ids,
-        FIRST_DRAW + draw,
+        FIRST_DRAW + number,
         batch.sample_ids[owner],
         seed=spec.seed,
         stream=Stream.MARKS,
     )
     among = Rows(active, owner, batch.position_ids, batch.response_lengths)
     return active & (ranks(batch, among, active, word) < count[owner])
-
-
-@torch.no_grad()
-def blockwise_nelbo(score: Callable[[State], Tensor], batches, spec, draws: int) -> float:
-    """Nats per response token, averaged over the sequences of `batches`.
-
-    score(state) returns the weighted sum of CE. Of `spec` (MaskSpec) it takes block size and
-    origin, mask id and seed.
-    """
-    sums, sequences = [], 0
-    for batch in batches:
-        sequences += len(batch.sample_ids)
-        sums += [score(state).double() for state in masked_states(batch, spec, draws)]
-    return float(torch.stack(sums).sum()) / (draws * sequences)

@@ -23,53 +23,57 @@ With "reciprocal", s = 0 and uncoupled rows, T times the loss is that of classic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from bwsft_kernels.philox import Stream
+from bwsft_kernels import Stream
 from torch import Tensor
 
 from bwsft.objectives import base as d
 
+if TYPE_CHECKING:
+    from bwsft.data.packing import Batch
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options(d.Options):
+class Rdm(d.WholeResponse):
+    """The objective of RDM."""
+
     levels: int
     weight: str
     label_smoothing: float
     coupled: bool
 
+    @classmethod
+    def of(cls, config: Any, family: Any, responses: Iterable = ()) -> Rdm:
+        return cls(**d.common(config, family), **vars(config.objective.rdm))
 
-def prepare(config, family, responses) -> Options:
-    """Options of a run `config` on a model `family`; `responses` are not needed."""
-    return Options(**d.common(config, family), **vars(config.objective.rdm))
-
-
-def draws(batch, options: Options, place: d.Place, predict) -> Iterator[d.Drawn]:
-    """One corruption, or the two coupled ones, the noisier first, at half the weight each."""
-    rows = d.response_rows(batch)
-    if not options.coupled:
-        marks = d.token_u24(batch, rows, options.seed, Stream.MARKS, batch.visits)
-        yield corrupt(batch, rows, options, level(batch, options, batch.visits), marks)
-        return
-    first, second = 2 * batch.visits, 2 * batch.visits + 1
-    one, two = level(batch, options, first), level(batch, options, second)
-    # Equal words under a lower rate give the nested mask: P(in 2 | in 1) is the rates' ratio.
-    marks = d.token_u24(batch, rows, options.seed, Stream.MARKS, first)
-    fresh = d.token_u24(batch, rows, options.seed, Stream.MARKS, second)
-    yield corrupt(batch, rows, options, torch.maximum(one, two), marks)
-    marks = torch.where((one == two)[rows.owner], fresh, marks)
-    yield corrupt(batch, rows, options, torch.minimum(one, two), marks)
+    def draws(self, batch: Batch, place: d.Place, predict: d.Predict) -> Iterator[d.Draw]:
+        """One corruption, or the two coupled ones, the noisier first, at half the weight each."""
+        rows = d.response_rows(batch)
+        if not self.coupled:
+            marks = d.token_u24(batch, rows, self.seed, Stream.MARKS, batch.visits)
+            yield corrupt(batch, rows, self, level(batch, self, batch.visits), marks)
+            return
+        first, second = 2 * batch.visits, 2 * batch.visits + 1
+        one, two = level(batch, self, first), level(batch, self, second)
+        # Equal words under a lower rate give the nested mask: P(in 2 | in 1) is the rates' ratio.
+        marks = d.token_u24(batch, rows, self.seed, Stream.MARKS, first)
+        fresh = d.token_u24(batch, rows, self.seed, Stream.MARKS, second)
+        yield corrupt(batch, rows, self, torch.maximum(one, two), marks)
+        marks = torch.where((one == two)[rows.owner], fresh, marks)
+        yield corrupt(batch, rows, self, torch.minimum(one, two), marks)
 
 
-def level(batch, options: Options, draw: Tensor) -> Tensor:
+def level(batch: Batch, options: Rdm, draw: Tensor) -> Tensor:
     """Level k of each sequence, [S]."""
     return d.sequence_u24(batch, options.seed, Stream.RATE, draw) * options.levels >> 24
 
 
-def corrupt(batch, rows: d.Rows, options: Options, level: Tensor, marks: Tensor) -> d.Drawn:
-    """Mask where ``marks`` [T] lie below the rate of ``level`` [S]."""
+def corrupt(batch: Batch, rows: d.Rows, options: Rdm, level: Tensor, marks: Tensor) -> d.Draw:
+    """Mask where ``marks`` [T] are below the rate of ``level`` [S]."""
     top, share = options.levels, options.label_smoothing
     rate24 = ((level + 1) * d.ONE24 + top // 2) // top
     marked = rows.inside & (marks < rate24[rows.owner])
@@ -83,7 +87,7 @@ def corrupt(batch, rows: d.Rows, options: Options, level: Tensor, marks: Tensor)
     joint = over.double() * (1 - share) + under.double() * share
     views = 2 if options.coupled else 1
     weight = (joint / (under.double() * rows.lengths * views)).float()
-    drawn = d.drawn(batch, marked, weight[rows.owner], rows, options.mask_id)
+    drawn = d.masked_draw(batch, marked, weight[rows.owner], rows, options.mask_id)
     if share == 0:
         return drawn
     smoothing = (under.double() * share / joint).float()

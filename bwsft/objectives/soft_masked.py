@@ -28,38 +28,55 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-from bwsft_kernels.philox import Stream
+from bwsft_kernels import Stream
 from torch import Tensor
 
 from bwsft.objectives import base as d
+
+if TYPE_CHECKING:
+    from bwsft.data.packing import Batch
 
 CHUNK = 4096  # responses counted at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(d.Options):
+class SoftMasked(d.WholeResponse):
+    """Masks the important tokens first."""
+
     softness: float
     buckets: int
     weight: str
     table: Tensor  # [2, V] int64: idf in units of 2^-24, -p log p in units of 2^-40
     copies: dict = field(default_factory=dict)
 
-    def table_on(self, device) -> Tensor:
+    def table_on(self, device: torch.device) -> Tensor:
         """The table, copied to a device once."""
         if device not in self.copies:
             self.copies[device] = self.table.to(device)
         return self.copies[device]
 
+    @classmethod
+    def of(cls, config: Any, family: Any, responses: Iterable = ()) -> SoftMasked:
+        return cls(
+            **d.common(config, family),
+            **vars(config.objective.soft_masked),
+            table=statistics(responses, family.vocab_size),
+        )
 
-def prepare(config, family, responses) -> Options:
-    """Options of a run `config` on a model `family`, and the statistics of `responses`."""
-    return Options(
-        **d.common(config, family),
-        **vars(config.objective.soft_masked),
-        table=statistics(responses, family.vocab_size),
-    )
+    def draws(self, batch: Batch, place: d.Place, predict: d.Predict) -> Iterator[d.Draw]:
+        """One corruption."""
+        rows = d.response_rows(batch)
+        rate24, slope = rates(batch, rows, self)
+        marks = d.token_u24(batch, rows, self.seed, Stream.MARKS, batch.visits)
+        marked = rows.inside & (marks < rate24)
+        if self.weight == "count":
+            weight = (1 / d.count(marked, rows).double())[rows.owner]
+        else:
+            weight = slope / (rate24.double() * rows.lengths[rows.owner] * 2.0**-24)
+        yield d.masked_draw(batch, marked, weight.float(), rows, self.mask_id)
 
 
 def statistics(responses: Iterable, vocab_size: int) -> Tensor:
@@ -80,7 +97,7 @@ def statistics(responses: Iterable, vocab_size: int) -> Tensor:
     return torch.stack([idf * 2.0**24, entropy * 2.0**40]).round().long()
 
 
-def importance(batch, rows: d.Rows, options: Options) -> Tensor:
+def importance(batch: Batch, rows: d.Rows, options: SoftMasked) -> Tensor:
     """Importance of each response token, [T] float64; it adds up to 2 in every response."""
     idf, entropy = options.table_on(batch.ids.device)[:, batch.ids]
     # Occurrences of the same token in the same response, by two searches in the sorted pairs.
@@ -99,7 +116,7 @@ def share(part: Tensor, rows: d.Rows) -> Tensor:
     return torch.where(total > 0, part.double() / total, equal)
 
 
-def rates(batch, rows: d.Rows, options: Options) -> tuple[Tensor, Tensor]:
+def rates(batch: Batch, rows: d.Rows, options: SoftMasked) -> tuple[Tensor, Tensor]:
     """(p(t) in units of 2^-24, p'(t)) of each response token, [T]."""
     buckets, soft = options.buckets, options.softness
     rank = d.ranks(batch, rows, rows.inside, -importance(batch, rows, options))
@@ -109,16 +126,3 @@ def rates(batch, rows: d.Rows, options: Options) -> tuple[Tensor, Tensor]:
     rate = (1 - soft) * t24.double() + soft * inner.clamp(0, d.ONE24).double()
     rises = (inner > 0) & (inner <= d.ONE24)
     return rate.round().long(), (1 - soft) + soft * buckets * rises.double()
-
-
-def draws(batch, options: Options, place: d.Place, predict) -> Iterator[d.Drawn]:
-    """One corruption."""
-    rows = d.response_rows(batch)
-    rate24, slope = rates(batch, rows, options)
-    marks = d.token_u24(batch, rows, options.seed, Stream.MARKS, batch.visits)
-    marked = rows.inside & (marks < rate24)
-    if options.weight == "count":
-        weight = (1 / d.count(marked, rows).double())[rows.owner]
-    else:
-        weight = slope / (rate24.double() * rows.lengths[rows.owner] * 2.0**-24)
-    yield d.drawn(batch, marked, weight.float(), rows, options.mask_id)

@@ -25,18 +25,24 @@ weight "count" and empty "skip" at rate t2, bit for bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from bwsft_kernels.philox import Stream
+from bwsft_kernels import Stream
 from torch import Tensor
 
 from bwsft.objectives import base as d
 
+if TYPE_CHECKING:
+    from bwsft.data.packing import Batch
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options(d.Options):
+class TwoStep(d.WholeResponse):
+    """Trains on what the model itself would have written one step before."""
+
     gap: str
     reveal: str
     schedule: str
@@ -46,19 +52,40 @@ class Options(d.Options):
     positions: int
     vocab_size: int
 
+    @classmethod
+    def of(cls, config: Any, family: Any, responses: Iterable = ()) -> TwoStep:
+        return cls(
+            **d.common(config, family),
+            **vars(config.objective.two_step),
+            steps=config.steps,
+            positions=config.gen_length,
+            vocab_size=family.vocab_size,
+        )
 
-def prepare(config, family, responses) -> Options:
-    """Options of a run `config` on a model `family`; `responses` are not needed."""
-    return Options(
-        **d.common(config, family),
-        **vars(config.objective.two_step),
-        steps=config.steps,
-        positions=config.gen_length,
-        vocab_size=family.vocab_size,
-    )
+    def draws(self, batch: Batch, place: d.Place, predict: d.Predict) -> Iterator[d.Draw]:
+        """One corruption, after one call of predict."""
+        rows, (first, second) = d.response_rows(batch), rates(batch, self)
+        marks = d.token_u24(batch, rows, self.seed, Stream.MARKS, batch.visits)
+        hidden = rows.inside & (marks < first[rows.owner])
+        token, confidence = first_step(batch, hidden, self, predict)
+        if self.reveal == "random":
+            kept = hidden & (marks < second[rows.owner])
+        else:
+            # floor(n1 t2 / t1 + 1/2) in integers
+            wanted = (2 * d.count(hidden, rows) * second + first) // (2 * first).clamp(min=1)
+            kept = hidden & (d.ranks(batch, rows, hidden, confidence) < wanted[rows.owner])
+        mix = d.sequence_u24(batch, self.seed, Stream.MIX, batch.visits)
+        own = mix < round(beta(place.step, self) * d.ONE24)
+        text = torch.where(hidden & own[rows.owner], token, batch.ids)
+        if self.replace > 0:
+            text = with_random(text, batch, rows, self)
+        text = torch.where(rows.inside, text, batch.ids).masked_fill(kept, self.mask_id)
+        where = {"masked": kept, "revealed": hidden, "all": rows.inside}[self.supervise]
+        weight = (1 / d.count(where, rows).double()).float()[rows.owner]
+        yield d.supervise(dataclasses.replace(batch, ids=text), batch.ids, where, weight, rows)
 
 
-def beta(step: int, options: Options) -> float:
+def beta(step: int, options: TwoStep) -> float:
     """Chance that a sequence of update `step` (from 0) sees its own predictions."""
     if options.schedule == "constant":
         return 1.0
@@ -66,7 +93,7 @@ def beta(step: int, options: Options) -> float:
     return min(1.0, 5 * progress) if options.schedule == "ramp" else progress
 
 
-def rates(batch, options: Options) -> tuple[Tensor, Tensor]:
+def rates(batch: Batch, options: TwoStep) -> tuple[Tensor, Tensor]:
     """Both rates of each sequence in units of 2^-24, [S]."""
     first = d.times(batch, options)
     if options.gap == "step":
@@ -75,30 +102,9 @@ def rates(batch, options: Options) -> tuple[Tensor, Tensor]:
     return first, d.between(options.low, first, u24)
 
 
-def draws(batch, options: Options, place: d.Place, predict) -> Iterator[d.Drawn]:
-    """One corruption, after one call of predict."""
-    rows, (first, second) = d.response_rows(batch), rates(batch, options)
-    marks = d.token_u24(batch, rows, options.seed, Stream.MARKS, batch.visits)
-    hidden = rows.inside & (marks < first[rows.owner])
-    token, confidence = first_step(batch, hidden, options, predict)
-    if options.reveal == "random":
-        kept = hidden & (marks < second[rows.owner])
-    else:
-        # floor(n1 t2 / t1 + 1/2) in integers
-        wanted = (2 * d.count(hidden, rows) * second + first) // (2 * first).clamp(min=1)
-        kept = hidden & (d.ranks(batch, rows, hidden, confidence) < wanted[rows.owner])
-    mix = d.sequence_u24(batch, options.seed, Stream.MIX, batch.visits)
-    own = mix < round(beta(place.step, options) * d.ONE24)
-    text = torch.where(hidden & own[rows.owner], token, batch.ids)
-    if options.replace > 0:
-        text = with_random(text, batch, rows, options)
-    text = torch.where(rows.inside, text, batch.ids).masked_fill(kept, options.mask_id)
-    where = {"masked": kept, "revealed": hidden, "all": rows.inside}[options.supervise]
-    weight = (1 / d.count(where, rows).double()).float()[rows.owner]
-    yield d.supervise(dataclasses.replace(batch, ids=text), batch.ids, where, weight, rows)
-
-
-def first_step(batch, hidden: Tensor, options: Options, predict) -> tuple[Tensor, Tensor]:
+def first_step(
+    batch: Batch, hidden: Tensor, options: TwoStep, predict: d.Predict
+) -> tuple[Tensor, Tensor]:
     """(token, confidence) [T] that the model gives the ``hidden`` places; elsewhere meaningless."""
     noisy = dataclasses.replace(batch, ids=batch.ids.masked_fill(hidden, options.mask_id))
     index, real = d.row_list(hidden)
@@ -111,7 +117,7 @@ def first_step(batch, hidden: Tensor, options: Options, predict) -> tuple[Tensor
     return spread(found.token), spread(found.confidence)
 
 
-def with_random(text: Tensor, batch, rows: d.Rows, options: Options) -> Tensor:
+def with_random(text: Tensor, batch: Batch, rows: d.Rows, options: TwoStep) -> Tensor:
     """``text`` [T] with a share of its tokens replaced by others, uniform without [MASK]."""
     which, what = (
         d.token_u24(batch, rows, options.seed, Stream.REPLACE, 2 * batch.visits + part)

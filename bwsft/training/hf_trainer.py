@@ -18,32 +18,29 @@ from the TrainingArguments alone.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from bwsft_kernels import MaskSpec
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
 
 from bwsft import config as c
 from bwsft.data import dataset as d
-from bwsft.models.backbone import Backbone, check_context
+from bwsft.models.backbone import check_context
 from bwsft.models.loading import as_backbone
-from bwsft.objectives import blockwise, classical, nelbo
-from bwsft.training import context_modes as modes
-from bwsft.training.context_modes import Mode
-from bwsft.training.run_data import held_out_spec, layout_of, plan_data
+from bwsft.objectives.base import Place
+from bwsft.objectives.blockwise import Blockwise
+from bwsft.objectives.classical import Classical
+from bwsft.training.context_modes import make_mode
+from bwsft.training.run_data import held_out, layout_of, plan_data
 
 __all__ = ["BlockwiseCollator", "BlockwiseTrainer", "load_examples"]
 
-OBJECTIVES = {"blockwise": blockwise, "classical": classical}
+OBJECTIVES = {"blockwise": Blockwise, "classical": Classical}
 COLUMNS = ["prompt", "response", "sample_id", "visit"]
 # Of the Trainer's own options: a loss, metrics and logits of other kinds than the objective's.
 FOREIGN = ("model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
@@ -104,8 +101,8 @@ class BlockwiseTrainer(Trainer):
         self.backbone.head()  # ValueError if an adapter wraps it
         check(config, options)
         check_context(self.backbone.family, config.context)
-        self.step = StepSettings.of(config, self.backbone)
-        layout = layout_of(config, self.backbone.family)
+        self.config, family = config, self.backbone.family
+        layout = layout_of(config, family)
         options.setdefault("data_collator", BlockwiseCollator(layout))
         super().__init__(self.backbone.model, args, **options)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.n_gpu > 1:
@@ -117,9 +114,9 @@ class BlockwiseTrainer(Trainer):
             raise ValueError("BlockwiseTrainer takes no label_smoothing_factor: leave it at 0")
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the update's sequences
         self._signature_columns = COLUMNS
-        self.step = dataclasses.replace(
-            self.step, device=self.args.device, autocast=self.accelerator.autocast
-        )
+        objective = OBJECTIVES[config.objective.name].of(config, family)
+        mode = make_mode(config, family, self.backbone, objective, self.args.device)
+        self.mode = dataclasses.replace(mode, autocast=self.accelerator.autocast)
 
     @property
     def visit(self) -> int:
@@ -132,7 +129,7 @@ class BlockwiseTrainer(Trainer):
             return super()._get_train_sampler(train_dataset)
         if not hasattr(dataset, "__len__"):
             raise ValueError("BlockwiseTrainer needs a train_dataset with a length")
-        return VisitOrder(len(dataset), self.step.config.seed, lambda: self.visit)
+        return VisitOrder(len(dataset), self.config.seed, lambda: self.visit)
 
     def _wrap_model(self, model, training: bool = True, dataloader=None):
         """Head and loss lie inside the backbone's forward: it is what DDP must wrap."""
@@ -156,10 +153,11 @@ class BlockwiseTrainer(Trainer):
         batch = dataclasses.replace(batch, visits=batch.visits + self.visit)
         sequences = batch.num_sequences if num_items_in_batch is None else num_items_in_batch
         scale = self.accelerator.num_processes / sequences
-        step, total = dataclasses.replace(self.step, backbone=model), 0.0
-        for number, loss in enumerate(step.mode.losses(step, batch), 1):
+        mode, total = dataclasses.replace(self.mode, backbone=model), 0.0
+        place = Place(self.state.global_step, 0, batch.num_sequences, 0)  # which no block needs
+        for number, loss in enumerate(mode.losses(batch, place), 1):
             part = loss.total * scale
-            if number < step.mode.draws:  # no graph outlives its draw; the last is the Trainer's
+            if number < self.config.draws_per_context:  # the last backward is the Trainer's
                 self.accelerator.backward(part)
                 part = part.detach()
             total = total + part
@@ -168,12 +166,8 @@ class BlockwiseTrainer(Trainer):
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """(held-out blockwise NELBO of the batch, None, None)."""
-        step, batch = self.step, d.Batch(**self._prepare_inputs(inputs))
-
-        def score(state: nelbo.State) -> Tensor:
-            return step.mode.score(step, state)
-
-        value = nelbo.blockwise_nelbo(score, [batch], step.eval_spec, step.config.eval.draws)
+        batch = d.Batch(**self._prepare_inputs(inputs))
+        value = held_out(self.config, self.backbone.family).nelbo(self.mode.score, [batch])
         return torch.tensor(value, device=self.args.device), None, None
 
 
@@ -188,36 +182,6 @@ class VisitOrder(Sampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter(d.order(self.count, self.visit(), self.seed).tolist())
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """What bwsft.training.context_modes asks of a run."""
-
-    config: c.Config
-    backbone: Any  # in training as the Trainer wraps it
-    objective: ModuleType
-    mode: Mode
-    spec: MaskSpec
-    eval_spec: MaskSpec
-    device: torch.device = torch.device("cpu")
-    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-
-    @classmethod
-    def of(cls, config: c.Config, backbone: Backbone) -> StepSettings:
-        objective = OBJECTIVES[config.objective.name]
-        return cls(
-            config=config,
-            backbone=backbone,
-            objective=objective,
-            mode=modes.mode_of(config, backbone.family),
-            spec=objective.mask_spec(config, backbone.family),
-            eval_spec=held_out_spec(config, backbone.family),
-        )
-
-    def corrupt(self, batch: d.Batch, draw: int, block: int | None = None):
-        """(noisy batch, MaskedBatch) of one of the visit's draws."""
-        return modes.corrupt(self, batch, draw, block)
 
 
 def check(config: c.Config, options: Mapping[str, Any]) -> None:

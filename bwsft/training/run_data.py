@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from bwsft_kernels import MaskSpec
+from bwsft_kernels.block_grid import BlockGrid
 
 from bwsft import config as c
 from bwsft.data import dataset as d
 from bwsft.data import word_problems as wordproblems
 from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
+from bwsft.objectives.nelbo import HeldOut
 
 GENERATED = 20_000  # word problems of a run without --data
 # Generated problems, held-out examples and their masks don't follow --seed: what differs between
@@ -49,7 +50,7 @@ class TrainingData:
             return [(int(self.train_index[i]), visit) for i, visit in slots]
         # A traversal is M visits: the objective finds block and traversal in the visit's number.
         rows = [(self.each[i].tolist(), epoch) for i, epoch in slots]
-        return [(example, epoch * blocks + turn) for (example, turn, blocks), epoch in rows]
+        return [(example, epoch * blocks + block) for (example, block, blocks), epoch in rows]
 
     def pack(self, slots: list[tuple[int, int]]) -> d.Batch:
         return d.pack([self.examples.example(i, visit) for i, visit in slots], self.layout)
@@ -87,9 +88,10 @@ def layout_of(config: c.Config, family: Family) -> d.CanvasLayout:
     )
 
 
-def held_out_spec(config: c.Config, family: Family) -> MaskSpec:
-    """Block size, origin and seed of the held-out NELBO's masks."""
-    return dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED)
+def held_out(config: c.Config, family: Family) -> HeldOut:
+    """The draws of the held-out NELBO."""
+    spec = dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED)
+    return HeldOut(spec=spec, count=config.eval.draws)
 
 
 def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
@@ -132,8 +134,7 @@ def every_block(examples: d.TokenizedSet, index: np.ndarray, layout: d.CanvasLay
     rows = []
     for i in index.tolist():
         prompt, response = examples.lengths(i)
-        into = prompt % layout.block_size if layout.block_origin == "absolute" else 0
         filled, _ = layout.lengths(prompt, response)
-        blocks = -(-(into + filled) // layout.block_size)
-        rows += [(i, turn, blocks) for turn in range(blocks)]
+        blocks = BlockGrid(layout.block_size, layout.block_origin).num_blocks(prompt, filled)
+        rows += [(i, block, blocks) for block in range(blocks)]
     return np.array(rows)

@@ -1,179 +1,117 @@
-"""From a config to everything a training step needs: folder, model, data, objective."""
+"""From a config to a running training: folder, model, data, objective, then the loop."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import importlib.util
-import json
-from dataclasses import dataclass, field
+import os
+import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
-from bwsft_kernels import MaskSpec
 
 from bwsft import config as c
 from bwsft.checkpoints.folders import (
     load_adapter_weights,
     load_optimizer,
-    newest_complete,
     read_state,
     save_model,
     step_of,
-    versions,
 )
-from bwsft.checkpoints.resolve import ModelPlan, own_memory, pick_device, plan_model, plan_tokenizer
+from bwsft.checkpoints.resolve import (
+    ModelPlan,
+    own_memory,
+    pick_device,
+    plan_model,
+    plan_tokenizer,
+)
 from bwsft.data import dataset as d
-from bwsft.models.backbone import Backbone, Family
+from bwsft.models.backbone import Backbone
 from bwsft.models.loading import load_backbone
 from bwsft.models.lora import add_lora
-from bwsft.objectives import blockwise, classical, mdlm, rdm, soft_masked, two_step
-from bwsft.objectives.base import Place
-from bwsft.training import context_modes as modes
-from bwsft.training.context_modes import Losses, Mode, whole_response
-from bwsft.training.distributed import World
-from bwsft.training.guards import SpikeGuard
-from bwsft.training.metrics import column, read_log
+from bwsft.objectives.base import Objective
+from bwsft.objectives.blockwise import Blockwise
+from bwsft.objectives.classical import Classical
+from bwsft.objectives.mdlm import Mdlm
+from bwsft.objectives.rdm import Rdm
+from bwsft.objectives.soft_masked import SoftMasked
+from bwsft.objectives.two_step import TwoStep
+from bwsft.training.context_modes import make_mode
+from bwsft.training.distributed import PeerFailed, World, join, lost
+from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
+from bwsft.training.metrics import column, plot_run, read_log
 from bwsft.training.optim import make_optimizer, trainable
-from bwsft.training.run_data import TrainingData, held_out_spec, plan_data
-from bwsft.utils.files import folder_atomic, write_atomic
-from bwsft.utils.strict_json import read_text
+from bwsft.training.run_data import held_out, plan_data
+from bwsft.training.run_files import RunFiles, open_shared
+from bwsft.training.signals import signals
+from bwsft.training.trackers import Logs, check_installed
+from bwsft.training.trainer import Run, loop
+from bwsft.utils.files import folder_atomic, lock_folder, write_atomic
 
-# A resumed run may differ from its config in these. Another device, micro-batch or kind of
-# parallelism changes rounding and dropout, the others change no later loss at all (unless a spike's
-# update is left out).
-FREE_ON_RESUME = {
-    "out",
-    "resume",
-    "data",  # moved; the records must be the same
-    "save_every",
-    "keep_last",
-    "grad_checkpointing",
-    "fused_ops",
-    "micro_batch_size",
-    "device",
-    "parallel",
-    "profile",
-    "trackers",
-    "watch.spike_factor",
-    "watch.spike_norm_factor",
-    "watch.spike_action",
-    "watch.spike_window",
-    "eval.every",
-    "eval.draws",
-    "dataset.cache_dir",
+OBJECTIVES: dict[str, type[Objective]] = {
+    "blockwise": Blockwise,
+    "classical": Classical,
+    "mdlm": Mdlm,
+    "rdm": Rdm,
+    "soft_masked": SoftMasked,
+    "two_step": TwoStep,
 }
 
 
-@dataclass
-class Run:
-    """A training in progress."""
-
-    config: c.Config
-    folder: Path
-    first: int
-    """Updates already done when this process took over."""
-    device: torch.device
-    backbone: Backbone
-    tokenizer: object
-    optimizer: torch.optim.Optimizer
-    data: TrainingData
-    objective: ModuleType
-    options: Any
-    """What a whole-response objective prepared; None for blocks and classical SFT."""
-    mode: Mode
-    spec: MaskSpec
-    eval_spec: MaskSpec
-    base: str | None
-    """Model that an adapter belongs to; None for full fine-tuning."""
-    guard: SpikeGuard
-    world: World = field(default_factory=World)
-
-    def corrupt(self, batch: d.Batch, draw: int, block: int | None = None):
-        """(noisy batch, MaskedBatch) of one of the visit's draws, of this block if one is given."""
-        return modes.corrupt(self, batch, draw, block)
-
-    def losses(self, batch: d.Batch, step: int, slots: list, first: int) -> Losses:
-        """The losses of a micro-batch that begins at the `first` of the update's `slots`."""
-        if self.options is None:
-            return self.mode.losses(self, batch)
-        place = Place(step, first, len(slots), self.data.response_tokens(slots))
-        return whole_response(self, batch, place)
-
-    def autocast(self) -> contextlib.AbstractContextManager:
-        """bf16 matmuls on CUDA; on the CPU everything is fp32."""
-        cuda = self.device.type == "cuda"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=cuda)
-
-    def idle(self) -> torch.Tensor:
-        """A forward whose loss is 0, for a rank that must keep step with others."""
-        batch = self.data.pack([(int(self.data.train_index[0]), 0)]).to(self.device)
-        row = batch.ids.new_zeros(1)
-        with self.autocast():
-            return self.backbone(batch, row, batch.ids[row], torch.zeros_like(row).float())
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of a sharded model, whole, for rank 0; {} where the model has
-        whole tensors itself. Every rank must call it."""
-        if not self.world.sharded:
-            return {}
-        model = self.backbone.model
-        adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        return self.world.gather(adapters if self.config.lora.rank else model.state_dict())
+def train(config: c.Config) -> int:
+    """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed."""
+    check_installed(config)
+    try:
+        with join(config.parallel, config.device) as world, contextlib.ExitStack() as stack:
+            if not world.main:
+                silence = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(silence))
+            return train_in(world, config, stack)
+    except PeerFailed:
+        return 1
 
 
-def open_shared(config: c.Config, world: World) -> tuple[Path, Path | None]:
-    """open_run by rank 0, for all ranks."""
-    folder, checkpoint = world.on_main(open_run, config) or (c.run_folder(config), None)
-    step = int(world.from_main(-1 if checkpoint is None else step_of(checkpoint)))
-    return folder, None if step < 0 else folder / "checkpoints" / f"step-{step}"
+def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int:
+    """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
+    folder, held = c.run_folder(config), []
 
+    def lock() -> None:
+        """On rank 0, once the folder is a run's: a lock file has no business in another."""
+        if not held and (folder / "config.json").exists():
+            held.append(stack.enter_context(lock_folder(folder)))
 
-def open_run(config: c.Config) -> tuple[Path, Path | None]:
-    """(run folder, checkpoint to go on from or None). Refuses folders it must not touch."""
-    folder = c.run_folder(config)
-    if config.resume is None:
-        if folder.exists():
-            raise ValueError(
-                f"{folder} exists; choose another --out, or go on with it by --resume {folder}"
-            )
-        return folder, None
-    stored = folder / "config.json"
-    if stored.exists():
-        refuse_changes(read_text(stored), config, stored)
-    elif folder.exists() and (
-        # A writer that was killed at once leaves hidden files at most.
-        not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir())
-    ):
-        raise ValueError(f"--resume {folder}: this is not a run folder, it has no config.json")
-    checkpoint, skipped = newest_complete(folder)
-    for fault in skipped:
-        print(f"skipping a checkpoint that is not whole: {fault}")
-    if checkpoint is None:
-        print(f"{folder} has no complete checkpoint: starting at step 0")
+    if config.resume is not None:  # before a checkpoint is chosen, which another run may prune
+        world.on_main(lock)
+    _, checkpoint = open_shared(config, world)
+    run = setup(config, folder, checkpoint, world)
+    world.on_main(lock)
+    try:
+        with signals(world.size > 1) as asked:
+            done = loop(run, Logs(run), asked)
+    except (TrainingStopped, RuntimeError) as error:
+        message = why(run, error)
+        if message is None:
+            raise
+        print(f"bwsft train: {message}", file=sys.stderr)
+        return 1
+    print(f"loss curve: {world.on_main(plot_run, folder)}")
+    if done < config.steps:
+        print(f"stopped after step {done} of {config.steps}; go on with --resume {folder}")
     else:
-        state = read_state(checkpoint)
-        refuse_changes(json.dumps(state["config"]), config, checkpoint)
-        print(f"resuming from {checkpoint}")
-        if (writer := state.get("versions", {}).get("torch")) != versions()["torch"]:
-            print(f"  torch is no longer {writer}: losses may differ in their last bits")
-    return folder, checkpoint
+        print(f"run folder: {folder}")
+    return 0
 
 
-def refuse_changes(stored: str, now: c.Config, where: Path) -> None:
-    """Raise ValueError unless `now` differs from the config stored `where` in free fields only."""
-    changed = [
-        line
-        for line in c.differences(c.from_json(stored, str(where)), now)
-        if line.split(":")[0] not in FREE_ON_RESUME
-    ]
-    if changed:
-        raise ValueError(
-            f"--resume: {where} was started otherwise: {'; '.join(changed)}; leave these options "
-            "out, or start a new run"
-        )
+def why(run: Run, error: Exception) -> str | None:
+    """What to tell the user about an error that ended the loop; None if it is not understood."""
+    if isinstance(error, TrainingStopped):
+        return f"stopped: {error}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return out_of_memory(run, error)
+    if lost(error):
+        return f"another process of the run has ended; go on with --resume {run.folder}"
+    return None
 
 
 def setup(
@@ -204,7 +142,7 @@ def setup(
         backbone = build_backbone(config, plan, folder, checkpoint, device)
     backbone.family = family
     world.wrap(backbone)
-    objective, options = pick_objective(config, family, data)
+    objective = OBJECTIVES[config.objective.name].of(config, family, data.responses())
     first = 0 if checkpoint is None else step_of(checkpoint)
     log = folder / "metrics.jsonl"
     done = [line for line in read_log(log) if line["step"] <= first]
@@ -215,32 +153,18 @@ def setup(
         first=first,
         device=device,
         backbone=backbone,
-        tokenizer=tokenizer,
         optimizer=make_optimizer(backbone, config.optim),
         data=data,
-        objective=objective,
-        options=options,
-        mode=modes.mode_of(config, family),
-        spec=(objective if options is None else classical).mask_spec(config, family),
-        eval_spec=held_out_spec(config, family),
-        base=plan.base if config.lora.rank else None,
+        mode=make_mode(config, family, backbone, objective, device),
+        held_out=held_out(config, family),
         guard=SpikeGuard(config.watch, history),
+        files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None),
         world=world,
     )
     if checkpoint is not None:
         load_optimizer(checkpoint, backbone, run.optimizer)
     banner(run)
     return run
-
-
-def pick_objective(config: c.Config, family: Family, data: TrainingData) -> tuple[ModuleType, Any]:
-    """(module, its options; None for those that go through the context modes)."""
-    if config.objective.name in ("blockwise", "classical"):
-        return {"blockwise": blockwise, "classical": classical}[config.objective.name], None
-    objective = {"mdlm": mdlm, "rdm": rdm, "soft_masked": soft_masked, "two_step": two_step}[
-        config.objective.name
-    ]
-    return objective, objective.prepare(config, family, data.responses())
 
 
 def build_backbone(

@@ -1,0 +1,200 @@
+"""The folder of a run: opening or resuming it, its checkpoints, and batches to look at again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bwsft import config as c
+from bwsft.checkpoints.folders import (
+    newest_complete,
+    prune,
+    read_state,
+    save_checkpoint,
+    save_model,
+    step_of,
+    versions,
+)
+from bwsft.checkpoints.resolve import device_name
+from bwsft.training.distributed import World
+from bwsft.training.optim import moments
+from bwsft.training.trackers import Logs
+from bwsft.utils.files import folder_atomic, write_atomic
+from bwsft.utils.strict_json import read_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from bwsft.training.trainer import Run
+
+REPRO, FACTS, BATCH = "repro", "repro.json", "batch.safetensors"
+# A resumed run may differ from its config in these. Another device, micro-batch or kind of
+# parallelism changes rounding and dropout, the others change no later loss at all (unless a spike's
+# update is left out).
+FREE_ON_RESUME = {
+    "out",
+    "resume",
+    "data",  # moved; the records must be the same
+    "save_every",
+    "keep_last",
+    "grad_checkpointing",
+    "fused_ops",
+    "micro_batch_size",
+    "device",
+    "parallel",
+    "profile",
+    "trackers",
+    "watch.spike_factor",
+    "watch.spike_norm_factor",
+    "watch.spike_action",
+    "watch.spike_window",
+    "eval.every",
+    "eval.draws",
+    "dataset.cache_dir",
+}
+
+
+def open_shared(config: c.Config, world: World) -> tuple[Path, Path | None]:
+    """open_run by rank 0, for all ranks."""
+    folder, checkpoint = world.on_main(open_run, config) or (c.run_folder(config), None)
+    step = int(world.from_main(-1 if checkpoint is None else step_of(checkpoint)))
+    return folder, None if step < 0 else folder / "checkpoints" / f"step-{step}"
+
+
+def open_run(config: c.Config) -> tuple[Path, Path | None]:
+    """(run folder, checkpoint to go on from or None). Refuses folders it must not touch."""
+    folder = c.run_folder(config)
+    if config.resume is None:
+        if folder.exists():
+            raise ValueError(
+                f"{folder} exists; choose another --out, or go on with it by --resume {folder}"
+            )
+        return folder, None
+    stored = folder / "config.json"
+    if stored.exists():
+        refuse_changes(read_text(stored), config, stored)
+    elif folder.exists() and (
+        # A writer that was killed at once leaves hidden files at most.
+        not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir())
+    ):
+        raise ValueError(f"--resume {folder}: this is not a run folder, it has no config.json")
+    checkpoint, skipped = newest_complete(folder)
+    for fault in skipped:
+        print(f"skipping a checkpoint that is not whole: {fault}")
+    if checkpoint is None:
+        print(f"{folder} has no complete checkpoint: starting at step 0")
+    else:
+        state = read_state(checkpoint)
+        refuse_changes(json.dumps(state["config"]), config, checkpoint)
+        print(f"resuming from {checkpoint}")
+        if (writer := state.get("versions", {}).get("torch")) != versions()["torch"]:
+            print(f"  torch is no longer {writer}: losses may differ in their last bits")
+    return folder, checkpoint
+
+
+def refuse_changes(stored: str, now: c.Config, where: Path) -> None:
+    """Raise ValueError unless `now` differs from the config stored `where` in free fields only."""
+    changed = [
+        line
+        for line in c.differences(c.from_json(stored, str(where)), now)
+        if line.split(":")[0] not in FREE_ON_RESUME
+    ]
+    if changed:
+        raise ValueError(
+            f"--resume: {where} was started otherwise: {'; '.join(changed)}; leave these options "
+            "out, or start a new run"
+        )
+
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of one run folder."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    base: str | None
+    """Model that an adapter belongs to; None for full fine-tuning."""
+
+    def save(self, run: Run, done: int, logs: Logs) -> None:
+        """Checkpoint after `done` steps. Every rank must call it; rank 0 writes."""
+        whole = None
+        if run.world.sharded:
+            whole = run.weights(), run.world.gather(moments(run.backbone, run.optimizer))
+        run.world.on_main(self._write, run, done, logs, whole)
+
+    def _write(self, run: Run, done: int, logs: Logs, whole: tuple[dict, dict] | None) -> None:
+        logs.sync()
+        state = {
+            "config": json.loads(c.to_json(run.config)),
+            "data": run.data.fingerprint,
+            "base": self.base,
+            "device": device_name(run.device),
+        }
+        path = save_checkpoint(
+            self.folder, done, run.backbone, self.tokenizer, run.optimizer, state, whole
+        )
+        prune(path, run.config.keep_last)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return newest_complete(self.folder)[0]
+
+    def repros(self) -> list[Path]:
+        """Folders of the batches that were kept."""
+        return list((self.folder / REPRO).glob("step-*"))
+
+    def keep(
+        self,
+        run: Run,
+        step: int,
+        slots: list[tuple[int, int]],
+        part: range,
+        what: str,
+        weights: dict[str, Tensor] | None,
+    ) -> str:
+        """save_repro, in words. A full disk must not hide what ended the run."""
+        try:
+            path = self.save_repro(run, step, slots, part, what, weights)
+            return f"run them again (bwsft replay {path})"
+        except OSError as error:
+            return f"which could not be kept ({error})"
+
+    def save_repro(
+        self,
+        run: Run,
+        step: int,
+        slots: list[tuple[int, int]],
+        part: range,
+        what: str,
+        weights: dict[str, Tensor] | None,
+    ) -> Path:
+        """Write RUN/repro/step-N: the packed batch, what was wrong, and unless `weights` is None
+        the model as it met the batch (as Run.weights gives it). Returns the folder."""
+        path = self.folder / REPRO / f"step-{step + 1}"
+        chosen = [slots[i] for i in part]
+        batch = vars(run.data.pack(chosen))
+        facts = {
+            "what": what,
+            "step": step,
+            "first": part.start,
+            "sequences": len(slots),
+            "sample_ids": run.data.sample_ids(chosen),
+            "max_length": batch.pop("max_length"),
+            "config": dataclasses.asdict(run.config),
+        }
+        if path.exists():  # the same step of an earlier attempt
+            path = path.with_name(f"{path.name}-{int(time.time())}")
+        with folder_atomic(path) as folder:
+            save_file(batch, folder / BATCH)
+            write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+            if weights is not None:
+                save_model(run.backbone.model, folder, weights or None)
+        return path
