@@ -128,8 +128,8 @@ class FrozenContext(ContextMode):
         span = self.span(draw)
         noisy = self.hidden(draw, span)
         inner = getattr(self.backbone, "module", self.backbone)  # inside DDP
-        context = Context(span, inner.new_cache(noisy.num_sequences, noisy.max_length))
-        with self.autocast():
+        with self.autocast():  # which decides the cache's dtype too
+            context = Context(span, inner.new_cache(noisy.num_sequences, noisy.max_length))
             self.backbone(noisy, None, None, None, context)
         return context
 

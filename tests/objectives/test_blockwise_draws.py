@@ -3,22 +3,19 @@ pairs; in the loss, its gradients and a training step."""
 
 import dataclasses
 import math
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from bwsft_kernels import MaskSpec, block_mask
+from tiny_modes import MASK, PLACE, corrupt, losses, mode_of
 
 from bwsft import config as c
-from bwsft.models.llada import LladaConfig
-from bwsft.models.loading import new_backbone
+from bwsft.models.kv_cache import Context
 from bwsft.objectives import blockwise
+from bwsft.objectives.base import Draw
 from bwsft.objectives.config import DiscreteConfig
-from bwsft.training.context_modes import Mode
 from bwsft.training.trainer import train_step
 
-MASK, EOS = 49, 1
 LENGTHS = [(3, 16), (5, 1), (2, 6), (7, 13), (1, 21)]
 
 
@@ -32,7 +29,7 @@ def test_every_block_of_every_example_once(origin, factor, batch_of, sums):
     spec = MaskSpec(4, MASK, seed=5, block_factor=factor, block_origin=origin)
     seen, rates, totals = [], [], torch.zeros(5).double()
     for part, block in blockwise.every_block(batch, spec):
-        _, masked = blockwise.corrupt(part, spec, "all", block=block)
+        _, masked = corrupt(part, spec, "all", block=block)
         seen += [(int(s), block) for s in part.sample_ids]
         rates += masked.rate.tolist()
         assert (masked.block == block).all() and (masked.count > 0).all()
@@ -42,37 +39,15 @@ def test_every_block_of_every_example_once(origin, factor, batch_of, sums):
     assert len(set(rates)) == len(rates)  # own rates
     expected = torch.ones(5) if factor == "mean" else blocks
     torch.testing.assert_close(totals, expected.double(), rtol=1e-6, atol=0)
-    again = [blockwise.corrupt(p, spec, "all", block=a)[1].rate
+    again = [corrupt(p, spec, "all", block=a)[1].rate
              for p, a in blockwise.every_block(batch_of(LENGTHS, visit=3, origin=origin), spec)]
     assert not set(torch.cat(again).tolist()) & set(rates)  # and others at the next visit
 
 
-def model():
-    config = LladaConfig(
-        d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, mlp_hidden_size=48, vocab_size=50,
-        max_sequence_length=64, mask_token_id=MASK, eos_token_id=EOS, pad_token_id=EOS,
-    )
-    return new_backbone(config, 3, dtype=torch.float64)
-
-
-def run_of(mode, order="uniform", backbone=None, **spec):
-    spec = MaskSpec(block_size=4, mask_id=MASK, seed=5, **spec)
-    return SimpleNamespace(
-        backbone=backbone or model(), spec=spec, eval_spec=spec, device=torch.device("cpu"),
-        autocast=nullcontext, mode=mode,
-        corrupt=lambda b, draw, block=None: blockwise.corrupt(
-            b, spec, order, draw, mode.draws, block=block
-        ),
-    )
-
-
-def step(run, batch):
-    """(loss, gradients, masked tokens, region) of a batch."""
-    total = rows = region = 0
-    for loss in run.mode.losses(run, batch):
-        loss.total.backward()
-        total, rows, region = total + loss.total.item(), rows + loss.rows, region + loss.region
-    return total, [p.grad.clone() for p in run.backbone.parameters()], int(rows), int(region)
+def step(mode, batch):
+    """(loss, gradients, supervised tokens, region) of a batch."""
+    totals, rows, regions = map(sum, zip(*losses(mode, batch), strict=True))
+    return totals, [p.grad.clone() for p in mode.backbone.parameters()], rows, regions
 
 
 def assert_close(one, other):
@@ -81,63 +56,75 @@ def assert_close(one, other):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("mode", [Mode("exact"), Mode("cached", draws=2), Mode("exact", draws=2)])
+@pytest.mark.parametrize(("name", "draws"), [("exact", 1), ("cached", 2), ("exact", 2)])
 @pytest.mark.parametrize("canvas", ["response", "fixed"])
-def test_all_blocks_are_the_average_of_the_single_ones(mode, canvas, batch_of):
+def test_all_blocks_are_the_average_of_the_single_ones(name, draws, canvas, batch_of):
     """Sequences of 1, 2 and 4 blocks: no forward has a sequence without loss."""
     batch = batch_of([(3, 14), (5, 1), (2, 6)], visit=1, canvas=canvas)
-    run, one = run_of(dataclasses.replace(mode, all_blocks=True), "all"), run_of(mode)
-    sizes, forward = [], run.backbone.forward
+    mode, one = mode_of(name, draws=draws, order="all"), mode_of(name, draws=draws)
+    sizes, forward = [], mode.backbone.forward
 
     def spy(noisy, *args):
         sizes.append(noisy.num_sequences)
         return forward(noisy, *args)
 
-    run.backbone.forward = spy
-    total, grads, _, region = step(run, batch)
-    blocks = blockwise.num_blocks(batch, run.spec)
-    passes = mode.draws + (mode.name == "cached")
-    assert sum(sizes) == passes * int(blocks.sum())
-    assert region == mode.draws * int(batch.response_lengths.sum())
+    mode.backbone.forward = spy
+    total, grads, _, region = step(mode, batch)
+    spec = mode.objective.spec
+    blocks = blockwise.num_blocks(batch, spec)
+    assert sum(sizes) == (draws + (name == "cached")) * int(blocks.sum())
+    assert region == draws * int(batch.response_lengths.sum())
     loss = 0.0
     for s, m in enumerate(blocks.tolist()):
         alone = batch.select([s])
         for a in range(m):
             # A single-block visit: the draws that belong to block a of this visit.
             visit = dataclasses.replace(alone, visits=alone.visits * m + a)
-            one.corrupt = lambda b, draw, a=a: masks_of_block(b, one.spec, draw, mode.draws, a)
-            for part in mode.losses(one, visit):
+            single = dataclasses.replace(one, objective=OneBlock(spec, draws, a))
+            for part in single.losses(visit, PLACE):
                 (part.total / m).backward()
                 loss += part.total.item() / m
     assert_close((total, grads), (loss, [p.grad for p in one.backbone.parameters()]))
 
 
-def masks_of_block(batch, spec, draw, draws, block):
+@dataclasses.dataclass
+class OneBlock:
     """The masks of one block, by the kernel alone."""
-    masked = block_mask(
-        batch.ids, batch.prompt_lengths, batch.response_lengths, spec, cu_seqlens=batch.cu_seqlens,
-        sample_ids=batch.sample_ids, draw=batch.visits * draws + draw,
-        block=torch.full_like(batch.visits, block),
-    )
-    return dataclasses.replace(batch, ids=masked.noisy_ids), masked
+
+    spec: MaskSpec
+    count: int
+    block: int
+    excluded_id = None
+
+    def draws(self, batch, place, predict):
+        for number in range(self.count):
+            masked = block_mask(
+                batch.ids, batch.prompt_lengths, batch.response_lengths, self.spec,
+                cu_seqlens=batch.cu_seqlens, sample_ids=batch.sample_ids,
+                draw=batch.visits * self.count + number,
+                block=torch.full_like(batch.visits, self.block),
+            )
+            yield Draw(
+                dataclasses.replace(batch, ids=masked.noisy_ids), masked.rows, masked.row_target,
+                masked.row_weight, masked.num_rows, masked.block_length.sum(), masked.block_start,
+                masked.block_length, number=number, of=self.count,
+            )
 
 
 # --- several draws and pairs of one block ---
 
 
 def test_exact_draws_share_the_block_and_average(batch_of):
-    batch, mode = batch_of([(3, 14), (5, 9)], canvas="fixed"), Mode("exact", draws=4)
-    run, single = run_of(mode), run_of(Mode("exact"))
-    total, grads, rows, region = step(run, batch)
+    batch, mode = batch_of([(3, 14), (5, 9)], canvas="fixed"), mode_of("exact", draws=4)
+    single = mode_of("exact")
+    total, grads, rows, region = step(mode, batch)
     loss, count, blocks = 0.0, 0, set()
-    for draw in range(4):
-        noisy, masked = run.corrupt(batch, draw)
-        blocks.add(tuple(masked.block.tolist()))
-        count += int(masked.num_rows)
-        single.corrupt = lambda b, d, pair=(noisy, masked): pair
-        for part in single.mode.losses(single, batch):
-            (part.total / 4).backward()
-            loss += part.total.item() / 4
+    for draw in mode.objective.draws(batch, PLACE, None):
+        blocks.add(tuple(draw.block_start.tolist()))
+        count += int(draw.num_rows)
+        part = single.loss_of(draw, Context(single.span(draw))) / 4
+        part.backward()
+        loss += part.item()
     assert len(blocks) == 1 and (rows, region) == (count, 4 * 2 * 4)
     assert_close((total, grads), (loss, [p.grad for p in single.backbone.parameters()]))
 
@@ -151,7 +138,7 @@ def test_a_flat_pair_weighs_every_token_exactly_once(name, batch_of):
     weight = torch.zeros(len(batch.ids), dtype=torch.float64)
     empty = 0
     for draw in range(4):
-        _, masked = blockwise.corrupt(batch, spec, "uniform", draw, 4)
+        _, masked = corrupt(batch, spec, "uniform", draw, 4)
         weight.index_add_(0, masked.rows, masked.row_weight.double() / 4)
         empty += int((masked.count == 0).sum())
     row = torch.repeat_interleave(torch.arange(200), batch.cu_seqlens.diff().long())
@@ -161,9 +148,9 @@ def test_a_flat_pair_weighs_every_token_exactly_once(name, batch_of):
     assert torch.equal(weight, torch.where(inside, 1 / length.double(), 0.0))
     assert empty > 20 and set(masked.block_length.tolist()) == {2, 4}
 
-    run = run_of(Mode(name, draws=2), weight="flat", empty="skip", pairs=True)
-    run.backbone.head()[0].data.zero_()  # uniform: every cross-entropy is log 50
-    total, *_, rows, region = step(run, batch.select(range(8)))
+    mode = mode_of(name, draws=2, weight="flat", empty="skip", pairs=True)
+    mode.backbone.head()[0].data.zero_()  # uniform: every cross-entropy is log 50
+    total, *_, rows, region = step(mode, batch.select(range(8)))
     assert total == pytest.approx(8 * math.log(50), rel=1e-6)
     assert 2 * rows == region
 
@@ -203,7 +190,7 @@ def test_the_run_hands_over_times_and_block_distribution(tiny, make_run, batch_o
     )
     run = make_run(tiny(objective=objective))
     batch = batch_of([(3, 8)] * 200, visit=range(200))
-    _, masked = run.corrupt(batch, 0)
+    masked = run.mode.objective.mask(batch)
     assert set((masked.rate * 8).tolist()) == set(range(1, 9))
     weight = torch.tensor([3.0, 1.5])[masked.block] * 8 / 4  # 1 / rho, Z = 8, |I_a| = 4
     torch.testing.assert_close(sums(batch, masked).float(), weight * masked.count)

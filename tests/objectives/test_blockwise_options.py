@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bwsft_kernels import MaskSpec, block_mask
+from tiny_modes import corrupt
 
 from bwsft import config as c
 from bwsft import presets
@@ -72,7 +73,7 @@ def test_discrete_times_mask_at_t_over_T_and_weigh_omega_over_the_block(
 ):
     batch = batch_of([(3, 14)] * 400)
     spec = MaskSpec(4, MASK, seed=3, weight="flat", empty="skip", block_factor=factor)
-    _, masked = blockwise.corrupt(batch, spec, levels=levels)
+    _, masked = corrupt(batch, spec, levels=levels)
     t = (masked.rate * levels.steps).round()
     assert set(t.tolist()) == set(range(1, levels.steps + 1))
     torch.testing.assert_close(masked.rate, t / levels.steps, rtol=0, atol=2.0**-24)
@@ -95,7 +96,7 @@ def test_the_elbo_on_a_grid_is_the_rate_weight(batch_of):
     """T a power of two: omega = 1/t drawn uniformly is exactly 1 / (rate x length)."""
     batch = batch_of([(3, 14)] * 300)
     spec = MaskSpec(4, MASK, seed=3, weight="flat", empty="skip")
-    _, discrete = blockwise.corrupt(batch, spec, levels=Levels(1 << 14))
+    _, discrete = corrupt(batch, spec, levels=Levels(1 << 14))
     rate = (discrete.rate.double() * ONE24).long()
     given = block_mask(
         batch.ids, batch.prompt_lengths, batch.response_lengths,
@@ -149,7 +150,7 @@ def test_block_distributions_are_followed_and_undone(order, draws, factor, batch
     size = 2000
     batch = batch_of([(3, 14)] * size, visit=range(size))
     spec = MaskSpec(4, MASK, seed=5, block_factor=factor)
-    parts = [blockwise.corrupt(batch, spec, order, d, draws)[1] for d in range(draws)]
+    parts = [corrupt(batch, spec, order, d, draws)[1] for d in range(draws)]
     rho = {"length": (4, 4, 4, 2), "rising": (1, 2, 3, 4), "falling": (4, 3, 2, 1)}[order]
     rho = torch.tensor(rho).double() / sum(rho)
     share = torch.bincount(parts[0].block, minlength=4) / size
@@ -169,7 +170,7 @@ def test_rates_stay_in_their_band(low, high, batch_of):
     """LLaDA2's band 0.3 to 0.8; 1/B and more, so that one mask is expected."""
     spec = MaskSpec(8, MASK, seed=4, low=low, high=high, empty="skip")
     batch = batch_of([(2, 8)] * 4000, visit=range(4000))
-    _, masked = blockwise.corrupt(batch, spec)
+    _, masked = corrupt(batch, spec)
     assert masked.rate.min() >= low - 2.0**-25 and masked.rate.max() <= high
     spread = (high - low) / math.sqrt(12)
     mean, middle = float(masked.rate.double().mean()), (low + high) / 2

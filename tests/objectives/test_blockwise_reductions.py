@@ -10,9 +10,9 @@ import pytest
 import torch
 from bwsft_kernels import MaskSpec
 from bwsft_kernels.philox import Stream, philox_u24
+from tiny_modes import corrupt
 
 from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.objectives import blockwise, classical
 
 MASK, EOS, ONE24 = 99, 98, 1 << 24
 LENGTHS = [(3, 16), (5, 1), (2, 6), (7, 13), (1, 21)]
@@ -61,20 +61,19 @@ def test_a_block_of_the_whole_response_is_classical_sft(weight, size):
     batch = batch_of(LENGTHS * 6, visit=range(30))
     spec = MaskSpec(size, MASK, seed=9, weight=weight, empty="skip")
     noisy, rows, target, weights = classical_by_hand(batch, spec)
-    for objective in (blockwise, classical):
-        found, masked = objective.corrupt(batch, spec)
-        n = int(masked.num_rows)
-        assert n == len(rows) > 100 and torch.equal(found.ids, noisy)
-        assert torch.equal(masked.rows[:n], rows) and torch.equal(masked.row_target[:n], target)
-        assert torch.equal(masked.row_weight[:n], weights[weight])
+    found, masked = corrupt(batch, spec)
+    n = int(masked.num_rows)
+    assert n == len(rows) > 100 and torch.equal(found.ids, noisy)
+    assert torch.equal(masked.rows[:n], rows) and torch.equal(masked.row_target[:n], target)
+    assert torch.equal(masked.row_weight[:n], weights[weight])
 
 
 def test_ablations_at_zero_are_the_base_method():
     """A chance below 2^-25 goes through the ablation's code and must change no bit."""
     batch = batch_of(LENGTHS * 6, visit=range(30))
-    base, masked = blockwise.corrupt(batch, MaskSpec(4, MASK, seed=1))
+    base, masked = corrupt(batch, MaskSpec(4, MASK, seed=1))
     off = MaskSpec(4, MASK, seed=1, prefix_noise=1e-9, suffix_leak=1e-9)
-    noisy, same = blockwise.corrupt(batch, off)
+    noisy, same = corrupt(batch, off)
     assert torch.equal(noisy.ids, base.ids)
     assert torch.equal(same.rows, masked.rows) and torch.equal(same.row_weight, masked.row_weight)
 
@@ -82,9 +81,9 @@ def test_ablations_at_zero_are_the_base_method():
 def test_ablations_at_one():
     """Prefix noise 1 hides every earlier response token and no prompt; leak 1 shows the suffix."""
     batch = batch_of(LENGTHS * 6, visit=range(30))
-    base, masked = blockwise.corrupt(batch, MaskSpec(4, MASK, seed=1))
+    base, masked = corrupt(batch, MaskSpec(4, MASK, seed=1))
     on = MaskSpec(4, MASK, seed=1, prefix_noise=1.0, suffix_leak=1.0)
-    noisy, same = blockwise.corrupt(batch, on)
+    noisy, same = corrupt(batch, on)
     row = torch.repeat_interleave(torch.arange(30), batch.cu_seqlens.diff().long())
     offset = batch.position_ids - masked.block_start[row]
     before = (offset < 0) & (batch.position_ids >= batch.prompt_lengths[row])
@@ -101,8 +100,8 @@ def test_a_flat_pair_is_the_average_of_a_flat_row_and_its_complement():
     flat = MaskSpec(4, MASK, seed=1, weight="flat", empty="skip")
     pair = MaskSpec(4, MASK, seed=1, weight="flat", empty="skip", pairs=True)
     for first in (0, 2):
-        _, single = blockwise.corrupt(batch, flat, "uniform", first, 4)
-        halves = [blockwise.corrupt(batch, pair, "uniform", first + i, 4)[1] for i in (0, 1)]
+        _, single = corrupt(batch, flat, "uniform", first, 4)
+        halves = [corrupt(batch, pair, "uniform", first + i, 4)[1] for i in (0, 1)]
         assert torch.equal(halves[0].rows, single.rows)
         assert torch.equal(halves[0].row_weight, 2 * single.row_weight)
         weight = torch.zeros(len(batch.ids))
@@ -118,7 +117,7 @@ def test_masked_tokens_of_a_classical_row():
     """Response 96: 0.5005 x 96 = 48.048 (blockwise at B 32: 48.016, test_block_mask_statistics.py);
     4.5 standard errors of a binomial whose rate is uniform."""
     batch = batch_of([(2, 96)] * 4000, visit=range(4000))
-    noisy, _ = classical.corrupt(batch, MaskSpec(96, MASK, seed=3, empty="skip"))
+    noisy, _ = corrupt(batch, MaskSpec(96, MASK, seed=3, empty="skip"))
     hidden = int((noisy.ids == MASK).sum()) / 4000
     spread = 0.999**2 / 12
     variance = 96 * (0.5005 - 0.5005**2 - spread) + 96**2 * spread
@@ -171,7 +170,7 @@ def test_classical_masks_rarely_show_what_the_decoder_sees_and_blockwise_always_
 
     likely = float(ideal_chance(2, 2, Fraction(1, 1000)))
     assert likely == pytest.approx(1 / 30, rel=0.01)
-    found = share(classical.corrupt(batch, wide)[0]).double().mean()
+    found = share(corrupt(batch, wide)[0]).double().mean()
     assert abs(found - likely) < 4.5 * math.sqrt(likely * (1 - likely) / size)
-    noisy, masked = blockwise.corrupt(batch, spec)
+    noisy, masked = corrupt(batch, spec)
     assert share(noisy)[masked.block == 1].all() and (masked.block == 1).sum() > size / 4

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from bwsft_kernels import MaskSpec, block_mask
+from tiny_modes import corrupt
 
 from bwsft import config as c
 from bwsft import presets
 from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.models.backbone import Family
-from bwsft.objectives import blockwise, classical, nelbo
+from bwsft.objectives import blockwise
+from bwsft.objectives.classical import Classical
+from bwsft.objectives.nelbo import HeldOut
 
 MASK, EOS = 99, 98
 FAMILY = Family(mask_id=MASK, eos_id=EOS, end_ids=(EOS,), vocab_size=100, max_positions=512)
@@ -78,9 +81,9 @@ def test_a_visit_is_the_same_in_any_batch(order):
     """The draw is a function of (seed, example, visit): alone, or with longer neighbours."""
     spec = MaskSpec(4, MASK, seed=5, prefix_noise=0.3, suffix_leak=0.2)
     lengths = [(3, 14)] * 5 + [(2, 30)]
-    together, masked = blockwise.corrupt(batch_of(lengths, visit=range(6)), spec, order)
+    together, masked = corrupt(batch_of(lengths, visit=range(6)), spec, order)
     for s in range(5):
-        alone, one = blockwise.corrupt(batch_of(lengths[:1], visit=s, first_id=s), spec, order)
+        alone, one = corrupt(batch_of(lengths[:1], visit=s, first_id=s), spec, order)
         assert torch.equal(together.ids[17 * s : 17 * (s + 1)], alone.ids)
         assert masked.block[s] == one.block and masked.count[s] == one.count
     if order != "uniform":
@@ -89,7 +92,7 @@ def test_a_visit_is_the_same_in_any_batch(order):
 
 def test_uniform_takes_the_visit_as_the_draw():
     batch, spec = batch_of(LENGTHS, visit=range(6)), MaskSpec(4, MASK, seed=2)
-    _, masked = blockwise.corrupt(batch, spec)
+    _, masked = corrupt(batch, spec)
     expected = block_mask(
         batch.ids, batch.prompt_lengths, batch.response_lengths, spec,
         cu_seqlens=batch.cu_seqlens, sample_ids=batch.sample_ids, draw=torch.arange(6),
@@ -101,7 +104,7 @@ def test_uniform_takes_the_visit_as_the_draw():
 @pytest.mark.parametrize("order", ["uniform", "traversal", "sequential"])
 def test_the_draws_of_a_visit_share_the_block_and_not_the_marks(order):
     spec, lengths = MaskSpec(4, MASK, seed=6, empty="skip"), [(3, 16)] * 200
-    visits = [blockwise.corrupt(batch_of(lengths, visit=v), spec, order, d, 3)[1]
+    visits = [corrupt(batch_of(lengths, visit=v), spec, order, d, 3)[1]
               for v in (0, 1) for d in (0, 1, 2)]
     for first in (0, 3):
         one, two, three = visits[first : first + 3]
@@ -111,7 +114,7 @@ def test_the_draws_of_a_visit_share_the_block_and_not_the_marks(order):
     if order == "uniform":  # each block of four a quarter of the time, 4.5 standard errors
         shares = torch.bincount(visits[0].block, minlength=4) / 200
         assert ((shares - 0.25).abs() < 4.5 * math.sqrt(0.1875 / 200)).all()
-        alone = blockwise.corrupt(batch_of(lengths, visit=0), spec, order)[1]
+        alone = corrupt(batch_of(lengths, visit=0), spec, order)[1]
         assert torch.equal(alone.block, visits[0].block)
 
 
@@ -138,8 +141,8 @@ def test_classical_is_blockwise_with_one_block(weight, origin):
     wide = dataclasses.replace(config, block_size=64, gen_length=64)
     batch = batch_of([(3, 60), (6, 1), (2, 33)], visit=range(3), canvas="fixed", block_size=8)
     for order in ("uniform", "traversal", "sequential"):
-        noisy, ours = classical.corrupt(batch, classical.mask_spec(config, family), order)
-        _, theirs = blockwise.corrupt(batch, blockwise.mask_spec(wide, FAMILY))
+        noisy, ours = corrupt(batch, Classical.of(config, family).spec, order)
+        _, theirs = corrupt(batch, blockwise.mask_spec(wide, FAMILY))
         n = int(ours.num_rows)
         assert n == theirs.num_rows and torch.equal(ours.rate, theirs.rate)
         assert torch.equal(ours.noisy_ids, theirs.noisy_ids)
@@ -150,13 +153,13 @@ def test_classical_is_blockwise_with_one_block(weight, origin):
         assert torch.equal(ours.block_length, batch.response_lengths)
 
 
-@pytest.mark.parametrize("objective", [blockwise, classical])
+@pytest.mark.parametrize("objective", [blockwise.Blockwise, Classical])
 @pytest.mark.parametrize("weight", ["count", "rate", "flat"])
 def test_rate_one_masks_everything_and_all_weights_agree(objective, weight):
     choice = c.ObjectiveConfig(weight=weight, empty="skip", low=1.0, high=1.0)
     config = dataclasses.replace(presets.debug(), objective=choice, block_size=4)
     batch = batch_of(LENGTHS)
-    noisy, masked = objective.corrupt(batch, objective.mask_spec(config, FAMILY))
+    noisy, masked = corrupt(batch, objective.of(config, FAMILY).spec)
     torch.testing.assert_close(
         loss_of_ones(batch, masked.rows, masked.row_weight), torch.ones(6), rtol=1e-6, atol=0
     )
@@ -164,7 +167,7 @@ def test_rate_one_masks_everything_and_all_weights_agree(objective, weight):
     after_prompt = batch.position_ids >= torch.repeat_interleave(
         batch.prompt_lengths, batch.cu_seqlens.diff().long()
     )
-    if objective is classical:
+    if objective is Classical:
         assert torch.equal(noisy.ids == MASK, after_prompt)
 
 
@@ -176,7 +179,7 @@ def test_all_blocks_in_turn_average_to_the_mean_and_add_up_to_the_sum():
         total = 0.0
         for visit in range(3):
             visited = dataclasses.replace(batch, visits=torch.tensor([visit]))
-            _, masked = blockwise.corrupt(visited, spec, "sequential")
+            _, masked = corrupt(visited, spec, "sequential")
             loss = loss_of_ones(batch, masked.rows, masked.row_weight)
             total += float(loss) * 10**visit
         assert total / 3 == pytest.approx(expected, rel=1e-6)
@@ -191,8 +194,9 @@ def test_states_mask_one_block_and_hide_what_follows(origin):
     batch = batch_of(LENGTHS, canvas="fixed", origin=origin)
     row = torch.repeat_interleave(torch.arange(6), batch.cu_seqlens.diff().long())
     end = (batch.prompt_lengths + batch.response_lengths)[row]
-    for state in nelbo.masked_states(batch, spec, 5):
-        noisy, rows, target, weight, start, stop = state
+    for state in HeldOut(spec=spec, count=5).draws(batch):
+        noisy, rows, target, weight = state.noisy, state.rows, state.target, state.weight
+        start, stop = state.block_start, state.block_start + state.block_length
         assert torch.equal(target, batch.ids[rows]) and (noisy.ids[rows] == MASK).all()
         torch.testing.assert_close(loss_of_ones(batch, rows, weight), torch.ones(6))
         grid = batch.position_ids if origin == "absolute" else (
@@ -215,7 +219,7 @@ def test_states_spread_over_the_blocks():
     offset = torch.arange(50)[:, None] * 19 + 3
     for draws in (4, 8, 2):
         blocks = []
-        for state in nelbo.masked_states(batch, spec, draws):
+        for state in HeldOut(spec=spec, count=draws).draws(batch):
             hit = torch.zeros(50 * 19, dtype=torch.bool)
             hit[state.rows] = True
             blocks.append(hit[offset + torch.arange(16)].view(50, 4, 4).any(-1))
@@ -229,9 +233,8 @@ def test_the_states_of_an_example_have_marks_of_their_own():
     """Of 4 tokens 2 hidden twice: the same 2 in a sixth of the cases, 4.5 standard errors. (States
     0 and 5 mostly have the same count: 5 steps of the golden ratio are 0.09 from a whole.)"""
     batch, spec = batch_of([(3, 4)] * 4000), MaskSpec(4, MASK)
-    hidden = [
-        (state.noisy.ids == MASK).view(4000, 7) for state in nelbo.masked_states(batch, spec, 6)
-    ]
+    states = HeldOut(spec=spec, count=6).draws(batch)
+    hidden = [(state.noisy.ids == MASK).view(4000, 7) for state in states]
     both = (hidden[0].sum(1) == 2) & (hidden[5].sum(1) == 2)
     same = (hidden[0] == hidden[5]).all(1)[both].double()
     assert len(same) > 500
@@ -274,7 +277,7 @@ def test_nelbo_is_unbiased_for_exact_enumeration(draws):
         return (weight * ce).sum()
 
     batch = batch_of([(2, 5)] * 6000, block_size=3)
-    value = nelbo.blockwise_nelbo(score, [batch], MaskSpec(3, MASK, seed=1), draws)
+    value = HeldOut(spec=MaskSpec(3, MASK, seed=1), count=draws).nelbo(score, [batch])
     assert value == pytest.approx(float(estimates.mean()), rel=1e-5)
     error = float(estimates.std()) / math.sqrt(6000)
     assert abs(value - exact_bound()) < 4.5 * error
@@ -287,13 +290,13 @@ def test_nelbo_is_fixed_and_needs_no_particular_batches():
 
     spec = MaskSpec(4, MASK, seed=9)
     one = [batch_of([length], first_id=i) for i, length in enumerate(LENGTHS)]
-    again = nelbo.blockwise_nelbo(score, one, spec, 3)
-    assert nelbo.blockwise_nelbo(score, one, spec, 3) == again
+    again = HeldOut(spec=spec, count=3).nelbo(score, one)
+    assert HeldOut(spec=spec, count=3).nelbo(score, one) == again
     other = dataclasses.replace(spec, seed=10)
-    assert nelbo.blockwise_nelbo(score, one, other, 3) != again
+    assert HeldOut(spec=other, count=3).nelbo(score, one) != again
 
     def constant(state):
         return 2.5 * state.weight.sum()
 
     for batches in (one, [batch_of(LENGTHS)]):
-        assert nelbo.blockwise_nelbo(constant, batches, spec, 3) == pytest.approx(2.5, rel=1e-6)
+        assert HeldOut(spec=spec, count=3).nelbo(constant, batches) == pytest.approx(2.5, rel=1e-6)

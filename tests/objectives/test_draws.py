@@ -13,15 +13,16 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.models.backbone import Family
-from bwsft.objectives import mdlm, rdm, soft_masked, two_step
+from bwsft.objectives import rdm, two_step
 from bwsft.objectives.base import ONE24, Place, ranks, response_rows
 from bwsft.objectives.config import MdlmConfig, RdmConfig, SoftMaskedConfig, TwoStepConfig
+from bwsft.training.setup import OBJECTIVES
 
 MASK, EOS = 99, 98
 FAMILY = Family(mask_id=MASK, eos_id=EOS, end_ids=(EOS,), vocab_size=100, max_positions=512)
 # Fill, [MASK] behind, one token, none, a prompt of none.
 LENGTHS = [(3, 16), (5, 1), (2, 0), (7, 13), (0, 21), (4, 5)]
-MODULES = {"mdlm": mdlm, "rdm": rdm, "soft_masked": soft_masked, "two_step": two_step}
+NAMES = ("mdlm", "rdm", "soft_masked", "two_step")
 GROUPS = {
     "mdlm": ("mdlm", MdlmConfig()),
     "mdlm plain": ("mdlm", MdlmConfig(False, False, "sequence", "llada")),
@@ -48,13 +49,13 @@ def batch_of(lengths, *, visit=0, canvas="fixed", ids=None):
 
 
 def prepared(case, **changes):
-    """(module, options) of a case of GROUPS, or of (name, group)."""
+    """The objective of a case of GROUPS, or of (name, group)."""
     name, group = GROUPS.get(case, case)
     objective = c.ObjectiveConfig(name=name, **{name: group}, **changes)
     config = dataclasses.replace(presets.debug(), objective=objective, seed=9, steps=11)
     c.validate(config)
     texts = [np.arange(n) % 13 for n in range(4, 20)]
-    return MODULES[name], MODULES[name].prepare(config, FAMILY, texts)
+    return OBJECTIVES[name].of(config, FAMILY, texts)
 
 
 def predict(noisy, rows):
@@ -70,8 +71,8 @@ def place_of(batch, step=5):
 
 
 def draw(case, batch, place=None, **changes):
-    module, options = prepared(case, **changes)
-    return list(module.draws(batch, options, place or place_of(batch), predict))
+    options = prepared(case, **changes)
+    return list(options.draws(batch, place or place_of(batch), predict))
 
 
 def by_sequence(batch, drawn):
@@ -143,9 +144,9 @@ def test_draws_follow_the_example_and_the_visit_alone(case):
 @pytest.mark.parametrize("case", GROUPS)
 def test_the_seed_matters_and_batches_without_a_response_are_fine(case):
     batch = batch_of(LENGTHS)
-    module, options = prepared(case)
+    options = prepared(case)
     other = dataclasses.replace(options, seed=10)
-    one, two = (list(module.draws(batch, o, place_of(batch), predict)) for o in (options, other))
+    one, two = (list(o.draws(batch, place_of(batch), predict)) for o in (options, other))
     assert not torch.equal(one[0].noisy.ids, two[0].noisy.ids)
     nothing = batch_of([(2, 0), (3, 0)])
     for drawn in draw(case, nothing):
@@ -156,8 +157,8 @@ def test_the_seed_matters_and_batches_without_a_response_are_fine(case):
 def test_draws_never_wait_for_the_device(case):
     """On the meta device any read of a value raises."""
     batch = batch_of(LENGTHS)
-    module, options = prepared(case)
-    for drawn in module.draws(batch.to("meta"), options, place_of(batch), predict):
+    options = prepared(case)
+    for drawn in options.draws(batch.to("meta"), place_of(batch), predict):
         assert drawn.rows.device.type == "meta" and drawn.rows.shape == batch.ids.shape
 
 
@@ -211,20 +212,20 @@ def test_objectives_that_reduce_to_classical_sft(case):
         batch = batch_of(LENGTHS * 50, visit=visit)  # another order of operations shows in a few
         (drawn,) = draw(group, batch, low=low, high=high)
         assert_same(drawn, classical(batch, weight=weight, low=low, high=high))
-        assert prepared(group)[1].excluded_id is None
+        assert prepared(group).excluded_id is None
 
 
 def test_mdlm_with_its_knobs_on_is_not_classical():
     batch = batch_of(LENGTHS)
     plain = MdlmConfig(False, False, "sequence", "llada")
     masked = classical(batch, weight="rate")
-    for change in ({"stratify": True}, {"rate": "mdlm"}, {"normalise": "token"}):
+    for change in ({"stratify": True}, {"rate": "mdlm"}, {"normalize": "token"}):
         (drawn,) = draw(("mdlm", dataclasses.replace(plain, **change)), batch)
         n = int(drawn.num_rows)
         same = n == masked.num_rows and torch.equal(drawn.weight[:n], masked.row_weight[:n])
         # (1 - eps) t rarely moves a mark among 64 tokens, and the weight is 1/t in both.
         assert same == (change == {"rate": "mdlm"})
-    assert prepared("mdlm")[1].excluded_id == MASK
+    assert prepared("mdlm").excluded_id == MASK
 
 
 def test_rdm_reduces_to_classical_sft_on_its_grid():
@@ -232,9 +233,9 @@ def test_rdm_reduces_to_classical_sft_on_its_grid():
     levels = set()
     for sample in range(40):
         batch = batch_of([(3, 16)], ids=[sample])
-        module, options = prepared("rdm plain")
-        (drawn,) = module.draws(batch, options, place_of(batch), predict)
-        k = int(module.level(batch, options, batch.visits))
+        options = prepared("rdm plain")
+        (drawn,) = options.draws(batch, place_of(batch), predict)
+        k = int(rdm.level(batch, options, batch.visits))
         levels.add(k)
         assert 0 <= k < 8
         if drawn.num_rows:
@@ -247,9 +248,9 @@ def test_two_step_reduces_to_classical_sft_at_its_second_rate(gap):
     rows = 0
     for sample in range(30):
         batch = batch_of([(3, 16)], ids=[sample])
-        module, options = prepared(("two_step", TwoStepConfig(gap=gap)))
-        (drawn,) = module.draws(batch, options, place_of(batch, step=0), predict)
-        second = int(module.rates(batch, options)[1])
+        options = prepared(("two_step", TwoStepConfig(gap=gap)))
+        (drawn,) = options.draws(batch, place_of(batch, step=0), predict)
+        second = int(two_step.rates(batch, options)[1])
         if drawn.num_rows:
             assert_same(drawn, classical(batch, second))
         rows += int(drawn.num_rows)
@@ -259,7 +260,7 @@ def test_two_step_reduces_to_classical_sft_at_its_second_rate(gap):
 # --- the command line's refusals ---
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("context", ["cached", "block_causal"])
 def test_there_is_no_block_for_a_context_mode(name, context):
     config = dataclasses.replace(

@@ -14,6 +14,7 @@ from bwsft.models.backbone import Family
 from bwsft.objectives import mdlm
 from bwsft.objectives.base import ONE24, Place
 from bwsft.objectives.config import MdlmConfig
+from bwsft.objectives.mdlm import Mdlm
 
 MASK, EPS, N = 99, 1e-3, 32
 FAMILY = Family(mask_id=MASK, eos_id=98, end_ids=(98,), vocab_size=100, max_positions=512)
@@ -29,12 +30,12 @@ def batch_of(count, first=0, length=N):
 def prepare(group=None, **changes):
     objective = c.ObjectiveConfig(name="mdlm", mdlm=group or MdlmConfig(), **changes)
     config = dataclasses.replace(presets.debug(), objective=objective, seed=6)
-    return mdlm.prepare(config, FAMILY, ())
+    return Mdlm.of(config, FAMILY, ())
 
 
 def draw(batch, options):
     tokens = int(batch.response_lengths.sum())
-    return next(mdlm.draws(batch, options, Place(0, 0, batch.num_sequences, tokens), None))
+    return next(options.draws(batch, Place(0, 0, batch.num_sequences, tokens), None))
 
 
 @pytest.mark.parametrize("t", [0.001, 0.01, 0.1, 0.5, 1.0])
@@ -94,7 +95,7 @@ def test_expected_loss_under_constant_cross_entropy(rate, loss):
     rate24 = mdlm.mask_rate(t24) if rate == "mdlm" else t24
     ratio = rate24.double() / t24
     assert (ratio - loss).abs().max() <= 0.5 / float(t24[0]) + 1e-6  # eps24 is a rounded eps
-    group = MdlmConfig(stratify=False, normalise="sequence", rate=rate)
+    group = MdlmConfig(stratify=False, normalize="sequence", rate=rate)
     count = 20_000
     drawn = draw(batch_of(count), prepare(group))
     error = math.sqrt((math.log(1000) / 0.999 - 1) / N / count)
@@ -112,11 +113,11 @@ def test_token_normalisation_is_the_mean_over_the_tokens_of_the_update():
     total = 0.0
     for first, length in ((0, 3), (1, 29)):
         batch = batch_of(1, first, length)
-        drawn = next(mdlm.draws(batch, options, Place(0, first, 2, 32), None))
+        drawn = next(options.draws(batch, Place(0, first, 2, 32), None))
         assert drawn.num_rows == length
         ce = drawn.rows[:length].double()  # a cross-entropy that tells the rows apart
         total += float((drawn.weight[:length].double() * ce).sum()) / 2
     assert total == pytest.approx((sum(range(2, 5)) + sum(range(2, 31))) / 32, rel=1e-6)
-    own = prepare(MdlmConfig(rate="llada", normalise="sequence"), low=1.0)
-    drawn = next(mdlm.draws(batch_of(1, 0, 3), own, Place(0, 0, 2, 32), None))
+    own = prepare(MdlmConfig(rate="llada", normalize="sequence"), low=1.0)
+    drawn = next(own.draws(batch_of(1, 0, 3), Place(0, 0, 2, 32), None))
     assert drawn.weight[:3].tolist() == pytest.approx([1 / 3] * 3)

@@ -15,6 +15,7 @@ from bwsft.models.backbone import Family
 from bwsft.objectives import rdm
 from bwsft.objectives.base import response_rows
 from bwsft.objectives.config import RdmConfig
+from bwsft.objectives.rdm import Rdm
 
 MASK, N = 49, 32
 FAMILY = Family(mask_id=MASK, eos_id=48, end_ids=(48,), vocab_size=50, max_positions=512)
@@ -28,7 +29,7 @@ def batch_of(count, length=N):
 
 def prepare(*group):
     objective = c.ObjectiveConfig(name="rdm", rdm=RdmConfig(*group))
-    return rdm.prepare(dataclasses.replace(presets.debug(), objective=objective), FAMILY, ())
+    return Rdm.of(dataclasses.replace(presets.debug(), objective=objective), FAMILY, ())
 
 
 def at_level(k, options, marks=None):
@@ -78,7 +79,7 @@ def test_expected_loss_over_draws(weight, coupled):
     options = prepare(levels, weight, 0.0, coupled)
     batch = batch_of(count)
     loss = torch.zeros(count, dtype=torch.double)
-    for drawn in rdm.draws(batch, options, None, None):
+    for drawn in options.draws(batch, None, None):
         loss.index_add_(0, drawn.rows // (N + 2), drawn.weight.double())
     error = float(loss.std()) / math.sqrt(count)
     truth = expected_loss(weight, levels) / levels
@@ -99,7 +100,7 @@ def test_coupled_masks_are_nested_and_independent_at_equal_levels():
         rdm.level(batch, options, 2 * batch.visits + half) for half in (0, 1)
     )
     high, low = torch.maximum(one, two), torch.minimum(one, two)
-    views = list(rdm.draws(batch, options, None, None))
+    views = list(options.draws(batch, None, None))
     assert len(views) == 2
     first, second = ((v.noisy.ids == MASK).view(count, N + 2)[:, 2:] for v in views)
     unequal = one != two

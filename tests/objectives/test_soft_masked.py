@@ -15,6 +15,7 @@ from bwsft.models.backbone import Family
 from bwsft.objectives import soft_masked
 from bwsft.objectives.base import ONE24, response_rows, times
 from bwsft.objectives.config import SoftMaskedConfig
+from bwsft.objectives.soft_masked import SoftMasked
 
 MASK = 99
 FAMILY = Family(mask_id=MASK, eos_id=98, end_ids=(98,), vocab_size=100, max_positions=512)
@@ -36,11 +37,11 @@ def prepare(*group, texts=TEXTS, low=1e-3, high=1.0):
         name="soft_masked", soft_masked=SoftMaskedConfig(*group), low=low, high=high
     )
     config = dataclasses.replace(presets.debug(), objective=objective, seed=8)
-    return soft_masked.prepare(config, FAMILY, (np.array(t, dtype=np.int32) for t in texts))
+    return SoftMasked.of(config, FAMILY, (np.array(t, dtype=np.int32) for t in texts))
 
 
 def draw(batch, options):
-    return next(soft_masked.draws(batch, options, None, None))
+    return next(options.draws(batch, None, None))
 
 
 def importance(batch, options):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bwsft_kernels import MaskSpec
+from tiny_modes import corrupt
 
 from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.models.llada import LladaConfig
@@ -210,7 +211,7 @@ def found_weights(order, levels, factor, size=2500):
     example = (np.array(PROMPT), np.array(RESPONSE), 0)
     batch = pack([Example(*example, visit) for visit in range(size)], layout)
     spec = MaskSpec(B, MASK, seed=1, weight="flat", empty="skip", block_factor=factor)
-    _, masked = blockwise.corrupt(batch, spec, order, levels=levels)
+    _, masked = corrupt(batch, spec, order, levels=levels)
     n = int(masked.num_rows)
     first = torch.cat([torch.zeros(1).long(), masked.count.cumsum(0)[:-1]]).tolist()
     offset, weight = (masked.rows[:n] % 7 - 2).tolist(), masked.row_weight[:n].tolist()

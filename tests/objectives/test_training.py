@@ -15,6 +15,7 @@ from bwsft.objectives.config import RdmConfig, TwoStepConfig
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
 from bwsft.training.optim import trainable
+from bwsft.training.setup import train
 from bwsft.utils.flops import flop_counter
 
 NAMES = ["mdlm", "rdm", "soft_masked", "two_step"]
@@ -53,12 +54,12 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, case
     """With dropout, in the first step of two too."""
     lora = c.LoraConfig(rank=3, alpha=6.0, dropout=0.3)
     config = tiny(objective=CASES[case], lora=lora)
-    assert t.train(config) == 0
+    assert train(config) == 0
     folder, later = c.run_folder(config), tmp_path / "resumed"
     shutil.copytree(folder, later)
     for step in (9, 10):
         shutil.rmtree(later / "checkpoints" / f"step-{step}")
-    assert t.train(dataclasses.replace(config, out=None, resume=str(later))) == 0
+    assert train(dataclasses.replace(config, out=None, resume=str(later))) == 0
     assert history(later) == history(folder)
     ends = [sorted((f / "checkpoints" / "step-10").glob("*.safetensors")) for f in (folder, later)]
     assert [p.name for p in ends[0]] == [p.name for p in ends[1]] and len(ends[0]) == 2
@@ -193,7 +194,7 @@ def halves(run):
 def test_soft_masked_counts_its_own_training_responses(tiny, make_run):
     """The held-out examples are not among them."""
     run = make_run(tiny(objective=CASES["soft_masked"]))
-    table = run.options.table
+    table = run.mode.objective.table
     texts = list(run.data.responses())
     assert len(texts) == 34 and table.shape == (2, run.backbone.family.vocab_size)
     seen = torch.zeros(table.shape[1], dtype=torch.bool)

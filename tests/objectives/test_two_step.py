@@ -15,6 +15,7 @@ from bwsft.models.backbone import Family
 from bwsft.objectives import two_step
 from bwsft.objectives.base import ONE24, Place, count, response_rows
 from bwsft.objectives.config import TwoStepConfig
+from bwsft.objectives.two_step import TwoStep
 
 MASK, N, STEPS = 49, 16, 21
 FAMILY = Family(mask_id=MASK, eos_id=48, end_ids=(48,), vocab_size=60, max_positions=512)
@@ -32,7 +33,7 @@ def prepare(low=1e-3, high=1.0, steps=STEPS, **group):
         name="two_step", two_step=TwoStepConfig(**group), low=low, high=high
     )
     config = dataclasses.replace(presets.debug(), objective=objective, steps=steps, seed=4)
-    return two_step.prepare(config, FAMILY, ())
+    return TwoStep.of(config, FAMILY, ())
 
 
 def guess(noisy, rows):
@@ -44,7 +45,7 @@ def guess(noisy, rows):
 
 def draw(batch, options, step=10, predict=guess):
     place = Place(step, 0, batch.num_sequences, N * batch.num_sequences)
-    return next(two_step.draws(batch, options, place, predict))
+    return next(options.draws(batch, place, predict))
 
 
 def first_inputs(batch, options):

@@ -1,8 +1,6 @@
 """Torch's own DDP and FSDP2 around a backbone: two gloo ranks give the gradients of one process in
 every context mode, since head, loss, context pass and draws all go through Backbone.forward."""
 
-import dataclasses
-import importlib.util
 import itertools
 import os
 import socket
@@ -17,23 +15,15 @@ import torch.distributed as dist
 
 # Before the process group exists, which would else outlive its end (bwsft/training/distributed.py).
 import torch.distributed.nn  # noqa: F401
+from tiny_modes import PLACE, batch, mode_of, model
+from tiny_modes import gradients as gradients_of
 
 WORLD = 2
 KINDS, MODES = ("ddp", "fsdp2"), ("cached", "block_causal")
 
 
-def helpers():
-    file = Path(__file__).with_name("test_context_modes.py")
-    spec = importlib.util.spec_from_file_location("modes", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def mode_of(name):
-    from bwsft.training.context_modes import Mode
-
-    return Mode(name, draws=2 if name == "cached" else 1)
+def mode_around(net, name):
+    return mode_of(name, net, draws=2 if name == "cached" else 1)
 
 
 def rank_main(rank, port, folder):
@@ -53,8 +43,7 @@ def rank_main(rank, port, folder):
 
 
 def step(rank, kind, mode_name):
-    t = helpers()
-    net = t.model()
+    net = model()
     names = [n for n, _ in net.named_parameters()]
     if kind == "ddp":
         wrapped = torch.nn.parallel.DistributedDataParallel(net)
@@ -64,33 +53,14 @@ def step(rank, kind, mode_name):
         for block in net.base_model.model.transformer["blocks"]:
             fully_shard(block)
         wrapped = fully_shard(net)
-    run = t.run_of(mode_of(mode_name), wrapped)
-    part = t.batch(((5, 9), (3, 12))) if rank == 0 else one_more(t)
-    for total, *_ in run.mode.losses(run, part):
+    part = batch().select([0, 1] if rank == 0 else [2])
+    for total, *_ in mode_around(wrapped, mode_name).losses(part, PLACE):
         (total * WORLD).backward()  # both average gradients over the ranks
     grads = {}
     for name, p in zip(names, net.parameters(), strict=True):
         g = p.grad
         grads[name] = (g.full_tensor() if hasattr(g, "full_tensor") else g).clone()
     return grads
-
-
-def one_more(t):
-    """The third sequence of the joint batch, on the other rank."""
-    b = t.batch(((5, 9), (3, 12), (4, 6)))
-    a = int(b.cu_seqlens[2])
-    n = len(b.ids) - a
-    return dataclasses.replace(
-        b,
-        ids=b.ids[a:],
-        cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
-        position_ids=b.position_ids[a:],
-        prompt_lengths=b.prompt_lengths[2:],
-        response_lengths=b.response_lengths[2:],
-        sample_ids=b.sample_ids[2:],
-        visits=b.visits[2:],
-        max_length=n,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +71,10 @@ def gradients(tmp_path_factory):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     command = [sys.executable, __file__]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port), str(folder)]) for rank in range(WORLD)
+        subprocess.Popen([*command, str(rank), str(port), str(folder)], env=environment)
+        for rank in range(WORLD)
     ]
     assert [rank.wait(timeout=280) for rank in ranks] == [0] * WORLD
     return folder
@@ -114,10 +86,9 @@ def test_two_ranks_give_the_gradients_of_one_process(gradients, kind, mode_name)
     from safetensors.torch import load_file
 
     found = load_file(gradients / f"{kind}-{mode_name}.safetensors")
-    t = helpers()
-    run = t.run_of(mode_of(mode_name))
-    _, expected = t.gradients(run, t.batch(((5, 9), (3, 12), (4, 6))))
-    for (name, _), grad in zip(run.backbone.named_parameters(), expected, strict=True):
+    net = model()
+    _, expected = gradients_of(mode_around(net, mode_name), batch())
+    for (name, _), grad in zip(net.named_parameters(), expected, strict=True):
         torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-9, msg=name)
 
 

@@ -13,6 +13,7 @@ import pytest
 from bwsft import config as c
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
+from bwsft.training.setup import train
 
 PATIENCE = 240
 
@@ -120,7 +121,7 @@ def test_a_killed_process_ends_the_others(long, launched, monkeypatch, parallel)
         return original(run, step)
 
     monkeypatch.setattr(t, "train_step", stop_soon)
-    assert t.train(dataclasses.replace(config, resume=str(folder), out=None)) == 0
+    assert train(dataclasses.replace(config, resume=str(folder), out=None)) == 0
     assert [line["step"] for line in read_log(folder / "metrics.jsonl")] == [*range(1, done + 3)]
 
 

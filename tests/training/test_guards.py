@@ -13,9 +13,12 @@ import torch
 from bwsft import config as c
 from bwsft.cli import main
 from bwsft.training import guards as w
+from bwsft.training import signals
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
 from bwsft.training.optim import trainable
+from bwsft.training.run_files import RunFiles
+from bwsft.training.setup import train
 
 LORA = c.LoraConfig(rank=3, alpha=6.0, dropout=0.3)
 SKIP = c.WatchConfig(4.0, 4.0, spike_action="skip", spike_window=8)
@@ -73,7 +76,7 @@ def test_what_a_spike_does(tiny, monkeypatch, capsys, action):
     watch = dataclasses.replace(SKIP, spike_action=action)
     config = tiny(watch=watch, save_every=5, eval=c.EvalConfig(every=0))
     spoil(monkeypatch, 6, 1000.0)
-    status = t.train(config)
+    status = train(config)
     folder = c.run_folder(config)
     out, err = capsys.readouterr()
     lines = read_log(folder / "metrics.jsonl")
@@ -90,7 +93,7 @@ def test_what_a_spike_does(tiny, monkeypatch, capsys, action):
     assert [bool(line.get("skipped")) for line in lines] == skipped
     if action == "skip":
         shutil.rmtree(folder / "checkpoints" / "step-10")
-        assert t.train(dataclasses.replace(config, out=None, resume=str(folder))) == 0
+        assert train(dataclasses.replace(config, out=None, resume=str(folder))) == 0
         again = read_log(folder / "metrics.jsonl")
         assert [line["loss"] for line in again] == [line["loss"] for line in lines]
         assert [bool(line.get("skipped")) for line in again] == skipped
@@ -125,7 +128,7 @@ def test_a_kept_batch_gives_its_loss_again(tiny, make_run, monkeypatch, capsys, 
 
     with monkeypatch.context() as patch:
         before_step(patch, act)
-        assert t.train(config) == 1
+        assert train(config) == 1
     repro = c.run_folder(config) / "repro" / "step-3"
     assert f"run them again (bwsft replay {repro})" in capsys.readouterr().err
     assert json.loads((repro / "repro.json").read_text())["first"] == 2
@@ -146,7 +149,7 @@ def test_replay_names_the_first_bad_module_and_gradient(tiny, monkeypatch, capsy
     math_nan = float("nan")
     with monkeypatch.context() as patch:
         before_step(patch, poison)
-        assert t.train(config) == 1
+        assert train(config) == 1
     repro = c.run_folder(config) / "repro" / "step-2"
     assert main(["replay", str(repro)]) == 0
     out = capsys.readouterr().out
@@ -161,9 +164,9 @@ def test_a_full_disk_does_not_hide_a_nan(tiny, monkeypatch, capsys):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(w, "save_repro", full)
+    monkeypatch.setattr(RunFiles, "save_repro", full)
     spoil(monkeypatch, 1, float("nan"))
-    assert t.train(tiny()) == 1
+    assert train(tiny()) == 1
     message = capsys.readouterr().err
     assert "loss nan at step 2" in message and "could not be kept ([Errno 28] No space" in message
 
@@ -177,7 +180,7 @@ def test_sigusr1_saves_and_goes_on(tiny, monkeypatch):
 
     before_step(monkeypatch, act)
     config = tiny(save_every=100)
-    assert t.train(config) == 0
+    assert train(config) == 0
     saved = sorted(p.name for p in (c.run_folder(config) / "checkpoints").iterdir())
     assert saved == ["step-10", "step-5"]
     assert signal.getsignal(signal.SIGUSR1) is previous
@@ -186,8 +189,8 @@ def test_sigusr1_saves_and_goes_on(tiny, monkeypatch):
 def test_repeats_of_a_launcher_are_no_second_wish(monkeypatch, usual_interrupt):
     """With several processes a signal comes from the terminal and from the launcher."""
     now = [100.0]
-    monkeypatch.setattr(w.time, "monotonic", lambda: now[0])
-    with w.signals(several=True) as asked:
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    with signals.signals(several=True) as asked:
         os.kill(os.getpid(), signal.SIGINT)
         assert asked.stop
         now[0] += 4
@@ -199,7 +202,7 @@ def test_repeats_of_a_launcher_are_no_second_wish(monkeypatch, usual_interrupt):
 
 def test_the_profile_holds_the_steps_after_warm_up(tiny, capsys):
     config = tiny(profile=2, steps=7, eval=c.EvalConfig(every=0))
-    assert t.train(config) == 0
+    assert train(config) == 0
     path = c.run_folder(config) / "profile" / "steps-4-5" / "trace.json.gz"
     assert f"profile: {path}" in capsys.readouterr().out
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -207,7 +210,7 @@ def test_the_profile_holds_the_steps_after_warm_up(tiny, capsys):
     assert {"ProfilerStep#3", "ProfilerStep#4", "aten::mm"} <= names
     assert not {"ProfilerStep#2", "ProfilerStep#5"} & names
     short = tiny(profile=9, steps=3, out=f"{config.out}-short", eval=c.EvalConfig(every=0))
-    assert t.train(short) == 0  # nothing is left after the warm-up
+    assert train(short) == 0  # nothing is left after the warm-up
     assert not (c.run_folder(short) / "profile").exists()
 
 

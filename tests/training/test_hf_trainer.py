@@ -19,6 +19,7 @@ from bwsft.data import dataset as d
 from bwsft.models.lora import LLADA_TARGETS
 from bwsft.training import trainer as t
 from bwsft.training.hf_trainer import BlockwiseCollator, BlockwiseTrainer, layout_of, load_examples
+from bwsft.training.setup import train
 
 HOLDOUT = {"dataset": c.DataConfig(template="chat", holdout=8)}  # 32 examples, 8 updates an epoch
 
@@ -100,7 +101,7 @@ def test_same_losses_and_weights_as_our_loop(flat, make_run, tmp_path, case):
     run = make_run(flat(**CASES[case]))
     model = copy.deepcopy(run.backbone.model)
     ours = [t.train_step(run, step).loss for step in range(10)]
-    trainer, recorder = trainer_of(model, run.config, run.tokenizer, tmp_path / "hf")
+    trainer, recorder = trainer_of(model, run.config, run.files.tokenizer, tmp_path / "hf")
     trainer.train()
     assert recorder.losses == pytest.approx(ours, rel=1e-6)
     theirs = dict(model.named_parameters())
@@ -121,7 +122,7 @@ def test_accumulation_changes_nothing(flat, make_run, tmp_path):
     for size in (4, 2, 1):
         model, where = copy.deepcopy(run.backbone.model).double(), tmp_path / "hf"
         split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
-        trainer, recorder = trainer_of(model, config, run.tokenizer, where, **split)
+        trainer, recorder = trainer_of(model, config, run.files.tokenizer, where, **split)
         assert len(trainer.train_dataset) == 30
         trainer.train()
         losses.append(recorder.losses)
@@ -138,7 +139,8 @@ def test_resume_goes_on_as_if_nothing_had_happened(flat, make_run, tmp_path):
     def start(model, **changes):
         save = {"save_strategy": "steps", "save_steps": 5, "gradient_accumulation_steps": 2}
         save["per_device_train_batch_size"] = 2
-        return trainer_of(model, run.config, run.tokenizer, tmp_path / "hf", **save, **changes)
+        tokenizer = run.files.tokenizer
+        return trainer_of(model, run.config, tokenizer, tmp_path / "hf", **save, **changes)
 
     whole, recorder = start(fresh[0])
     whole.train()
@@ -159,9 +161,9 @@ def test_resume_of_a_whole_model(flat, make_run, tmp_path):
     run = make_run(flat(steps=4))
     fresh = [copy.deepcopy(run.backbone.model) for _ in range(2)]
     save = {"save_strategy": "steps", "save_steps": 2}
-    whole, recorder = trainer_of(fresh[0], run.config, run.tokenizer, tmp_path / "hf", **save)
+    whole, recorder = trainer_of(fresh[0], run.config, run.files.tokenizer, tmp_path / "hf", **save)
     whole.train()
-    resumed, second = trainer_of(fresh[1], run.config, run.tokenizer, tmp_path / "hf", **save)
+    resumed, second = trainer_of(fresh[1], run.config, run.files.tokenizer, tmp_path / "hf", **save)
     resumed.train(resume_from_checkpoint=str(tmp_path / "hf/checkpoint-2"))
     assert second.losses == recorder.losses[2:]
     loaded = load_trained(str(tmp_path / "hf/checkpoint-4"))
@@ -171,7 +173,7 @@ def test_resume_of_a_whole_model(flat, make_run, tmp_path):
 
 def test_evaluate_is_the_held_out_nelbo(flat, make_run, tmp_path):
     run = make_run(flat(context="cached"))
-    trainer, _ = trainer_of(run.backbone.model, run.config, run.tokenizer, tmp_path / "hf")
+    trainer, _ = trainer_of(run.backbone.model, run.config, run.files.tokenizer, tmp_path / "hf")
     expected = t.evaluate(run)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
     trainer.train()
@@ -202,7 +204,7 @@ def test_adapters_are_interchangeable(flat, model_folder, tmp_path):
     again = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     assert torch.equal(logits(again), expected)
 
-    assert t.train(config) == 0
+    assert train(config) == 0
     newest = tmp_path / "run/checkpoints/step-3"
     expected = logits(load_trained(str(newest)).backbone.model)
     plain = AutoModelForCausalLM.from_pretrained(base)
@@ -223,7 +225,7 @@ def test_bf16_and_gradient_checkpointing(flat, make_run, tmp_path):
     losses = []
     for model, changes in ((plain, {"gradient_checkpointing": True}), (bf16, {"bf16": True})):
         where = tmp_path / "hf"
-        trainer, recorder = trainer_of(model, run.config, run.tokenizer, where, **changes)
+        trainer, recorder = trainer_of(model, run.config, run.files.tokenizer, where, **changes)
         trainer.train()
         losses.append(recorder.losses)
         assert trainer.backbone.base_model.model.gradient_checkpointing == (model is plain)
@@ -237,7 +239,7 @@ def test_a_datasets_dataset_will_do(flat, make_run, tmp_path):
     from datasets import Dataset
 
     run = make_run(flat(steps=2))
-    train, _ = load_examples(run.config, run.tokenizer, run.backbone.model)
+    train, _ = load_examples(run.config, run.files.tokenizer, run.backbone.model)
     rows = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in train]
     recorder = Losses()
     trainer = BlockwiseTrainer(

@@ -18,6 +18,8 @@ from bwsft.checkpoints import resolve as models
 from bwsft.checkpoints.folders import read_state
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
+from bwsft.training.run_files import RunFiles, open_run
+from bwsft.training.setup import setup, train
 
 LORA = c.LoraConfig(rank=3, alpha=6.0, dropout=0.3)
 KINDS = {
@@ -71,28 +73,28 @@ def test_from_any_checkpoint(tiny, tmp_path, kind):
     """Ten updates over two epochs; checkpoints after 3, 6 and 9."""
     config = tiny(**KINDS[kind])
     reference = c.run_folder(config)
-    assert t.train(config) == 0
+    assert train(config) == 0
     losses = [line["loss"] for line in history(reference)[0]]
     assert len(losses) == len(set(losses)) == 10
     for step in (3, 6, 9) if kind in ("full", "lora") else (6,):
         folder = tmp_path / f"from-{step}"
         shutil.copytree(reference, folder)
         leave_only(folder, step)
-        assert t.train(resumed(config, folder)) == 0
+        assert train(resumed(config, folder)) == 0
         assert_same(folder, reference)
         assert (folder / "loss.png").exists()
 
 
 def test_from_the_start_if_there_is_no_checkpoint(tiny, tmp_path, capsys):
     config = tiny()
-    assert t.train(config) == 0
+    assert train(config) == 0
     reference, folder = c.run_folder(config), tmp_path / "early"
     shutil.copytree(reference, folder)
     leave_only(folder, 0)
-    assert t.train(resumed(config, folder)) == 0
+    assert train(resumed(config, folder)) == 0
     assert_same(folder, reference)
     # A folder that does not exist yet is a run that has not started.
-    assert t.train(resumed(config, tmp_path / "fresh")) == 0
+    assert train(resumed(config, tmp_path / "fresh")) == 0
     assert_same(tmp_path / "fresh", reference)
     assert capsys.readouterr().out.count("has no complete checkpoint: starting at step 0") == 2
 
@@ -100,12 +102,12 @@ def test_from_the_start_if_there_is_no_checkpoint(tiny, tmp_path, capsys):
 def test_a_model_folder_is_no_different(tiny, model_folder, tmp_path):
     """The uninterrupted run maps the model's file, the resumed one the checkpoint's."""
     config = tiny(model=str(model_folder(d_model=48, n_heads=3)), tokenizer=None)
-    assert t.train(config) == 0
+    assert train(config) == 0
     reference, folder = c.run_folder(config), tmp_path / "resumed"
     shutil.copytree(reference, folder)
     leave_only(folder, 6)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
-    assert t.train(resumed(config, folder)) == 0
+    assert train(resumed(config, folder)) == 0
     assert_same(folder, reference)
 
 
@@ -113,9 +115,9 @@ def test_a_model_folder_is_no_different(tiny, model_folder, tmp_path):
 def test_trained_weights_are_aligned(tiny, make_run, model_folder, from_checkpoint):
     config = tiny(model=str(model_folder()), tokenizer=None)
     if from_checkpoint:
-        assert t.train(config) == 0
+        assert train(config) == 0
         config = resumed(config, c.run_folder(config))
-        run = t.setup(config, *t.open_run(config))
+        run = setup(config, *open_run(config))
         assert run.first == 10
     else:
         run = make_run(config)
@@ -123,8 +125,9 @@ def test_trained_weights_are_aligned(tiny, make_run, model_folder, from_checkpoi
 
 
 def signal_during(monkeypatch, name, steps):
-    """Send SIGTERM at the start of train.`name` when it is called for one of `steps`."""
-    original = getattr(t, name)
+    """Send SIGTERM at the start of `name` when it is called for one of `steps`."""
+    place = RunFiles if name == "save" else t
+    original = getattr(place, name)
 
     def interrupted(*arguments):
         done = next(a for a in arguments if isinstance(a, int))
@@ -133,7 +136,7 @@ def signal_during(monkeypatch, name, steps):
             steps.remove(done)
         return original(*arguments)
 
-    monkeypatch.setattr(t, name, interrupted)
+    monkeypatch.setattr(place, name, interrupted)
 
 
 @pytest.mark.parametrize(
@@ -148,29 +151,29 @@ def test_signals_at_any_place_several_times(tiny, tmp_path, monkeypatch, where, 
     """During an update, an evaluation or a save; an evaluation that a signal left out is made up
     for."""
     config = tiny(**KINDS[kind])
-    assert t.train(config) == 0
+    assert train(config) == 0
     folder = tmp_path / "stopped"
     left = list(steps)
     signal_during(monkeypatch, where, left)
     rounds = 0
     while left:
         again = resumed(config, folder) if rounds else dataclasses.replace(config, out=str(folder))
-        assert t.train(again) == 0
+        assert train(again) == 0
         rounds += 1
         done = len(read_log(folder / "metrics.jsonl"))
         assert done == 0 or (folder / "checkpoints" / f"step-{done}").is_dir()
-    assert t.train(resumed(config, folder)) == 0
+    assert train(resumed(config, folder)) == 0
     assert rounds == len(steps)
     assert_same(folder, c.run_folder(config))
 
 
 def test_a_finished_run_stays_as_it_is(tiny, snapshot, capsys):
     config = tiny()
-    assert t.train(config) == 0
+    assert train(config) == 0
     folder = c.run_folder(config)
     before = snapshot(folder)
     before.pop("loss.png")
-    assert t.train(resumed(config, folder)) == 0
+    assert train(resumed(config, folder)) == 0
     after = snapshot(folder)
     after.pop("loss.png")
     assert after == before
@@ -178,7 +181,7 @@ def test_a_finished_run_stays_as_it_is(tiny, snapshot, capsys):
 
 def test_a_torn_newest_checkpoint_is_skipped_reported_and_replaced(tiny, tmp_path, capsys):
     config = tiny(keep_last=1, save_every=2)
-    assert t.train(dataclasses.replace(config, keep_last=0)) == 0
+    assert train(dataclasses.replace(config, keep_last=0)) == 0
     reference, folder = c.run_folder(config), tmp_path / "torn"
     shutil.copytree(reference, folder)
     leave_only(folder, 8)
@@ -187,7 +190,7 @@ def test_a_torn_newest_checkpoint_is_skipped_reported_and_replaced(tiny, tmp_pat
     (folder / "checkpoints" / ".step-10.1234.tmp").mkdir()
     capsys.readouterr()
     # Another rhythm: the run passes step 8 without saving, and must not keep the torn one.
-    assert t.train(dataclasses.replace(resumed(config, folder), save_every=7)) == 0
+    assert train(dataclasses.replace(resumed(config, folder), save_every=7)) == 0
     out = capsys.readouterr().out
     assert f"skipping a checkpoint that is not whole: {torn} has" in out
     assert f"resuming from {folder / 'checkpoints' / 'step-6'}" in out
@@ -197,14 +200,14 @@ def test_a_torn_newest_checkpoint_is_skipped_reported_and_replaced(tiny, tmp_pat
 
 def test_a_random_base_is_kept_and_not_drawn_again(tiny, monkeypatch):
     config = tiny(lora=LORA)
-    assert t.train(config) == 0
+    assert train(config) == 0
     folder = c.run_folder(config)
     leave_only(folder, 6)
     monkeypatch.setattr(models, "new_backbone", None)
-    assert t.train(resumed(config, folder)) == 0
+    assert train(resumed(config, folder)) == 0
     shutil.rmtree(folder / "base")
     with pytest.raises(TypeError):
-        t.train(resumed(config, folder))
+        train(resumed(config, folder))
 
 
 @pytest.mark.parametrize(
@@ -214,14 +217,14 @@ def test_a_random_base_is_kept_and_not_drawn_again(tiny, monkeypatch):
 def test_what_may_change_on_resume(tiny, tmp_path, change):
     """Layout and housekeeping; the losses stay, up to summation order."""
     config = tiny(lora=dataclasses.replace(LORA, dropout=0.0))
-    assert t.train(config) == 0
+    assert train(config) == 0
     reference, folder = c.run_folder(config), tmp_path / "changed"
     shutil.copytree(reference, folder)
     leave_only(folder, 6)
     moved = tmp_path / "moved.jsonl"
     shutil.copy(config.data, moved)
     again = dataclasses.replace(resumed(config, folder), data=str(moved), **change)
-    assert t.train(again) == 0
+    assert train(again) == 0
     ours, theirs = ([r["loss"] for r in history(f)[0]] for f in (folder, reference))
     assert ours == pytest.approx(theirs, rel=1e-5) and ours[:6] == theirs[:6]
     assert c.from_json((folder / "config.json").read_text()) == config
@@ -257,7 +260,7 @@ def long(tiny):
 
 def test_sigterm_then_sigkill_then_resume(long, flags, tmp_path):
     """A real process is stopped politely, the next one killed; a third, here, ends the run."""
-    assert t.train(long) == 0
+    assert train(long) == 0
     reference, folder = c.run_folder(long), tmp_path / "killed"
     log = folder / "metrics.jsonl"
 
@@ -277,7 +280,7 @@ def test_sigterm_then_sigkill_then_resume(long, flags, tmp_path):
     killed_at = log.read_bytes().count(b"\n")
     assert process.returncode == -signal.SIGKILL and done + 3 <= killed_at < 16
 
-    assert t.train(resumed(long, folder)) == 0
+    assert train(resumed(long, folder)) == 0
     assert history(folder) == history(reference)
     assert end_state(folder, 16) == end_state(reference, 16)
     kept = sorted(p.name for p in (folder / "checkpoints").iterdir())

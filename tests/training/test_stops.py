@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from bwsft import config as c
+from bwsft.training import run_files
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
+from bwsft.training.setup import train
 
 
 def before_step(monkeypatch, number, act):
@@ -56,7 +58,7 @@ def test_nan_stops_with_step_samples_and_checkpoint(
 ):
     config = tiny()
     before_step(monkeypatch, 4, poison)
-    assert t.train(config) == 1
+    assert train(config) == 1
     folder = c.run_folder(config)
     message = capsys.readouterr().err.split("bwsft train: stopped: ")[1]
     data = make_run(tiny(out=f"{folder}-again")).data
@@ -72,7 +74,7 @@ def test_nan_stops_with_step_samples_and_checkpoint(
 
 def test_nan_before_the_first_checkpoint_says_so(tiny, monkeypatch, capsys):
     before_step(monkeypatch, 0, poison_weight)
-    assert t.train(tiny(eval=c.EvalConfig(every=0))) == 1
+    assert train(tiny(eval=c.EvalConfig(every=0))) == 1
     assert "there is no checkpoint yet" in capsys.readouterr().err
 
 
@@ -81,7 +83,7 @@ def test_out_of_memory_says_what_to_change(tiny, monkeypatch, capsys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
     before_step(monkeypatch, 2, exhaust)
-    assert t.train(tiny()) == 1
+    assert train(tiny()) == 1
     message = capsys.readouterr().err
     assert "Tried to allocate 2 GiB. Lower --micro-batch-size" in message and "more" not in message
 
@@ -92,7 +94,7 @@ def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number)
     previous = signal.getsignal(number)
     before_step(monkeypatch, 3, lambda run: os.kill(os.getpid(), number))
     config = tiny()
-    assert t.train(config) == 0
+    assert train(config) == 0
     folder = c.run_folder(config)
     captured = capfd.readouterr()
     assert f"stopped after step 4 of 10; go on with --resume {folder}" in captured.out
@@ -110,13 +112,13 @@ def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch, usual_interru
 
     before_step(monkeypatch, 4, twice)
     with pytest.raises(KeyboardInterrupt):
-        t.train(tiny())
+        train(tiny())
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_full_disk_stops_and_the_run_goes_on_later(tiny, monkeypatch):
     """Files may not grow past 100 kB while the checkpoint is written."""
-    write, config = t.save_checkpoint, tiny(steps=4)
+    write, config = run_files.save_checkpoint, tiny(steps=4)
 
     def limited(*arguments):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -128,10 +130,10 @@ def test_a_full_disk_stops_and_the_run_goes_on_later(tiny, monkeypatch):
 
     folder = c.run_folder(config)
     with monkeypatch.context() as patch:
-        patch.setattr(t, "save_checkpoint", limited)
+        patch.setattr(run_files, "save_checkpoint", limited)
         message = f"step-3 could not be written .*make room, then go on with --resume {folder}"
         with pytest.raises(OSError, match=message):  # the command line prints it, status 2
-            t.train(config)
+            train(config)
     assert os.listdir(folder / "checkpoints") == []
-    assert t.train(dataclasses.replace(config, out=None, resume=str(folder))) == 0
+    assert train(dataclasses.replace(config, out=None, resume=str(folder))) == 0
     assert [r["step"] for r in read_log(folder / "metrics.jsonl")] == [1, 2, 3, 4]

@@ -9,8 +9,8 @@ import pytest
 from bwsft import config as c
 from bwsft.cli import main
 from bwsft.training import trackers
-from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
+from bwsft.training.setup import train
 
 
 def needs(package):
@@ -36,7 +36,7 @@ class Listener:
 def test_a_tracker_hears_every_line(tiny, monkeypatch):
     listener = Listener()
     monkeypatch.setattr(trackers, "start", lambda run: [listener])
-    assert t.train(tiny()) == 0
+    assert train(tiny()) == 0
     folder = c.run_folder(tiny())
     said = {"metrics": [], "eval": []}
     for step, values in listener.said:
@@ -51,7 +51,7 @@ def test_a_tracker_that_fails_is_left_out(tiny, monkeypatch, capsys):
     good, bad = Listener(), Listener(fails_at=3)
     monkeypatch.setattr(trackers, "start", lambda run: [bad, good])
     config = tiny(eval=c.EvalConfig(every=0))
-    assert t.train(config) == 0
+    assert train(config) == 0
     assert [step for step, _ in bad.said] == [1, 2]
     assert [step for step, _ in good.said] == list(range(1, 11))
     assert len(read_log(c.run_folder(config) / "metrics.jsonl")) == 10
@@ -88,7 +88,7 @@ def events(path):
 @needs("tensorboard")
 def test_tensorboard(tiny):
     config = tiny(trackers="tensorboard")
-    assert t.train(config) == 0
+    assert train(config) == 0
     folder = c.run_folder(config)
     found = {}
     for path in (folder / "tensorboard").rglob("events.*"):
@@ -105,7 +105,7 @@ def test_wandb_offline(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = tiny(trackers="wandb")
-    assert t.train(config) == 0
+    assert train(config) == 0
     assert list((c.run_folder(config) / "wandb").glob("offline-run-*"))
 
 
@@ -115,7 +115,7 @@ def test_mlflow_offline(tiny, monkeypatch, tmp_path):
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     config = tiny(trackers="mlflow")
-    assert t.train(config) == 0
+    assert train(config) == 0
     (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
     assert run.data.metrics["metrics/loss"] == read_log(
         c.run_folder(config) / "metrics.jsonl"

@@ -12,6 +12,7 @@ from bwsft import config as c
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
 from bwsft.training.optim import trainable
+from bwsft.training.setup import train
 
 NO_CLIP = c.OptimConfig(lr=3e-3, clip=0.0)
 
@@ -36,7 +37,7 @@ def plain_step(run, step, dtype):
             torch.tensor([prompt + response + behind]),
             torch.tensor([len(prompt)]),
             torch.tensor([len(response)]),
-            run.spec,
+            run.mode.objective.spec,
             sample_ids=torch.tensor(run.data.sample_ids([(index, visit)])),
             draw=visit,
         )
@@ -131,7 +132,7 @@ def test_gradient_checkpointing_changes_no_bit(tiny, tmp_path, lora):
             grad_checkpointing=enabled, lora=lora, steps=3, out=str(tmp_path / f"{enabled}"),
             eval=c.EvalConfig(every=0),
         )
-        assert t.train(config) == 0
+        assert train(config) == 0
         losses.append([r["loss"] for r in read_log(tmp_path / f"{enabled}" / "metrics.jsonl")])
     assert len(losses[0]) == 3 and losses[0] == losses[1]
 
@@ -198,14 +199,14 @@ def test_evaluation_leaves_training_as_it_was(tiny, make_run):
     assert sizes == [4, 2]
     # Another seed trains another way, on the same held-out masks.
     other = make_run(tiny(seed=4, lora=LORA, out=str(run.folder) + "4"))
-    assert other.eval_spec == run.eval_spec
+    assert other.held_out == run.held_out
     assert other.data.holdout_index.tolist() == run.data.holdout_index.tolist()
     assert other.data.slots(0, 4, 4) != run.data.slots(0, 4, 3)
 
 
 def test_a_run_learns_and_writes_what_others_read(tiny, capsys):
     config = tiny(steps=60, eval=c.EvalConfig(every=30, draws=4), save_every=25, keep_last=2)
-    assert t.train(config) == 0
+    assert train(config) == 0
     folder = c.run_folder(config)
     metrics, evals = read_log(folder / "metrics.jsonl"), read_log(folder / "eval.jsonl")
     assert [r["step"] for r in metrics] == list(range(1, 61))
