@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bwsft.objectives.config import ObjectiveConfig
 from bwsft.objectives.config import validate as validate_objective
@@ -193,8 +193,7 @@ LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
     ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip", "profile"], 0
 )
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-# Fields of older versions, which their config.json and command lines may still name.
-RENAMED = {"objective.mdlm.normalise": "normalize"}
+OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}
 
 
 def run_folder(config: Config) -> Path:
@@ -290,19 +289,7 @@ def from_json(text: str, where: str = "config.json") -> Config:
         values = strict_json.parse(text)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from error
-    return config_check.build(Config, with_new_names(values), where)
-
-
-def with_new_names(values: Any) -> Any:
-    """The JSON object of a config with the fields of older versions under their names of today."""
-    for old, new in RENAMED.items():
-        *groups, name = old.split(".")
-        group = values
-        for key in groups:
-            group = group.get(key) if isinstance(group, dict) else None
-        if isinstance(group, dict) and name in group:
-            group[new] = group.pop(name)
-    return values
+    return config_check.build(Config, values, where)
 
 
 def with_new_flags(argv: Sequence[str]) -> list[str]:
@@ -311,11 +298,9 @@ def with_new_flags(argv: Sequence[str]) -> list[str]:
     words = list(argv)
     for i, word in enumerate(words):
         flag, equals, value = word.partition("=")
-        for old, new in RENAMED.items():
-            now = f"--{old.rpartition('.')[0]}.{new}"
-            if flag.replace("_", "-") == f"--{old}".replace("_", "-"):
-                print(f"{flag} is called {now} now", file=sys.stderr)
-                words[i] = now + equals + value
+        if (now := OLD_FLAGS.get(flag)) is not None:
+            print(f"{flag} is called {now} now", file=sys.stderr)
+            words[i] = now + equals + value
     return words
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class DiscreteConfig:
 @dataclass(frozen=True)
 class MdlmConfig:
     """--objective.name mdlm: MDLM's objective on the response."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"normalise": "normalize"}  # as older files have it
 
     stratify: bool = True
     """Spread the times of an update evenly: one per stratum of [0, 1) (low-discrepancy t)."""
