@@ -27,7 +27,7 @@ class DataConfig:
     template: Literal["metamath", "chat", "none"] = "metamath"
     """Prompt text: the paper's instruction, the bare question as a chat turn, or raw text."""
     canvas: Literal["fixed", "response", "padded"] = "fixed"
-    """What lies behind the response: [MASK] up to prompt + gen_length with the last block
+    """What comes after the response: [MASK] up to prompt + gen_length with the last block
     filled by end tokens; nothing; or visible padding (as the paper's released code)."""
     on_bad: Literal["stop", "skip"] = "stop"
     """A malformed record stops the run, or is skipped, counted and listed."""
@@ -38,7 +38,7 @@ class DataConfig:
     holdout: int = 64
     """Examples kept out of training for the held-out blockwise NELBO."""
     cache_dir: str | None = None
-    """Folder of tokenised sets; default $BWSFT_CACHE or ~/.cache/bwsft."""
+    """Folder of tokenized sets; default $BWSFT_CACHE or ~/.cache/bwsft."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Config:
     resume: str | None = None
     """Run folder to go on with, from its newest complete checkpoint."""
     steps: int = 200
-    """Optimiser updates."""
+    """Optimizer updates."""
     seed: int = 42
     """Seed of every random choice: order, blocks, rates, marks, dropout, initial weights."""
     block_size: int = 32
@@ -157,7 +157,7 @@ class Config:
     """Masks of the same block drawn per visit, which trains on their mean: cached, per context
     pass; exact, each with a forward and backward of its own."""
     batch_size: int = 32
-    """Sequences per optimiser update."""
+    """Sequences per optimizer update."""
     micro_batch_size: int = 32
     """Sequences per forward and backward; the rest is gradient accumulation."""
     save_every: int = 100

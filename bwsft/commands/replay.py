@@ -99,8 +99,8 @@ def replay(run: Run, part: Batch, facts: Facts, first: int) -> None:
     """Forward and backward of a micro-batch as in the run, dropout included."""
     ids = part.sample_ids.tolist()
     seed_dropout(run.config.seed, facts.step, ids[0])
-    slots = run.data.slots(facts.step, run.config.batch_size, run.config.seed)
-    place = run.place(facts.step, slots)._replace(first=first)
+    samples = run.data.samples(facts.step, run.config.batch_size, run.config.seed)
+    place = run.place(facts.step, samples)._replace(first=first)
     for loss in run.mode.losses(part, place):
         (loss.total / facts.sequences).backward()
         mean = loss.total.item() / part.num_sequences

@@ -125,7 +125,7 @@ def sequence_u24(batch: Batch, seed: int, stream: Stream, draw: Tensor | int) ->
 
 def token_u24(batch: Batch, rows: Rows, seed: int, stream: Stream, draw: Tensor) -> Tensor:
     """One integer in [0, 2^24) per token, [T]; draw [S]. With Stream.MARKS the bits of block_mask:
-    a token is masked iff its integer lies below its rate times 2^24."""
+    a token is masked iff its integer is below its rate times 2^24."""
     ids = batch.sample_ids[rows.owner]
     return philox_u24(rows.position, draw[rows.owner], ids, seed=seed, stream=stream)
 

@@ -75,7 +75,7 @@ class TwoStepConfig:
     replace: float = 0.0
     """Share of visible response tokens replaced by random ones (0.1 in the original)."""
     supervise: Literal["masked", "revealed", "all"] = "masked"
-    """Positions that bear loss: masked; masked and revealed; the whole response."""
+    """Supervised positions: masked; masked and revealed; the whole response."""
 
 
 @dataclass(frozen=True)

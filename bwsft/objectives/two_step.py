@@ -15,7 +15,7 @@ One step of one example:
    each; supervised are the masked tokens, also the revealed ones, or the whole response.
 
 The original masks the same places in both steps of a denoiser that predicts every position again; a
-masked LM would meet the same input twice, so here the second mask lies inside the first. The
+masked LM would meet the same input twice, so here the second mask is inside the first. The
 original supervises every position and replaces a tenth of the visible tokens, in both inputs; here
 both are options, the replacement for the second input alone. The first step costs one more forward,
 with dropout as in the second. With beta and replace 0 and "masked" this is classical SFT with

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from bwsft.training.optim import trainable
 
-# A rank may wait for another that tokenises or writes a large checkpoint. One that dies ends the
+# A rank may wait for another that tokenizes or writes a large checkpoint. One that dies ends the
 # others sooner: gloo and NCCL notice the lost connection, and torchrun ends the rest.
 PATIENCE = datetime.timedelta(hours=1)
 # Engines that an `accelerate config` may ask for.

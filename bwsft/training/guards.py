@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bwsft.config import WatchConfig
     from bwsft.training.trainer import Run
 
-Slots = list[tuple[int, int]]  # (example index, earlier visits) of the sequences of an update
+Samples = list[tuple[int, int]]  # (example index, earlier visits) of the sequences of an update
 MOST_REPROS = 5  # of spikes that did not end the run
 
 
@@ -59,55 +59,55 @@ class SpikeGuard:
 
 
 def check_finite(
-    run: Run, step: int, slots: Slots, parts: list[tuple[int, float]], loss: float
+    run: Run, step: int, samples: Samples, parts: list[tuple[int, float]], loss: float
 ) -> None:
     """TrainingStopped, with the micro-batch, if the update's `loss` is not finite. parts: (first
-    slot of a micro-batch, its summed loss) on this rank."""
+    sample of a micro-batch, its summed loss) on this rank."""
     if math.isfinite(loss):
         return
     bad = [start for start, value in parts if not math.isfinite(value)]
-    first = -run.world.max(-min(bad, default=len(slots)))
-    per_rank = shares(len(slots), run.config.micro_batch_size, run.world.size)
-    whole = range(len(slots))  # if the parts are finite and their sum is not
+    first = -run.world.max(-min(bad, default=len(samples)))
+    per_rank = shares(len(samples), run.config.micro_batch_size, run.world.size)
+    whole = range(len(samples))  # if the parts are finite and their sum is not
     part = next((p for rank in per_rank for p in rank if p.start == first), whole)
-    raise stopped(run, step, slots, part, f"loss {loss}")
+    raise stopped(run, step, samples, part, f"loss {loss}")
 
 
-def stopped(run: Run, step: int, slots: Slots, part: range, what: str) -> Exception:
-    """The exception that ends a run at update `step`, the sequences `part` of its slots being
+def stopped(run: Run, step: int, samples: Samples, part: range, what: str) -> Exception:
+    """The exception that ends a run at update `step`, the sequences `part` of its samples being
     suspect: TrainingStopped on rank 0, which keeps them in the run folder. Every rank must call
     it."""
-    kept = run.world.on_main(run.files.keep, run, step, slots, part, what, run.weights())
+    kept = run.world.on_main(run.files.keep, run, step, samples, part, what, run.weights())
     if not run.world.main:
         return PeerFailed()
     newest = run.files.newest_checkpoint()
     back = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-    ids = ", ".join(map(str, run.data.sample_ids([slots[i] for i in part])))
+    ids = ", ".join(map(str, run.data.sample_ids([samples[i] for i in part])))
     return TrainingStopped(
         f"{what} at step {step + 1}; sample ids (rows of the data, from 0): {ids}; {back}. Look at "
         f"these records, {kept}, or start a run with a lower --optim.lr."
     )
 
 
-def spike(run: Run, step: int, slots: Slots, loss: float, norm: float) -> bool:
+def spike(run: Run, step: int, samples: Samples, loss: float, norm: float) -> bool:
     """Whether to leave the update out, after reporting a spike of it; TrainingStopped if a spike is
     to end the run."""
     what, action = run.guard.judge(loss=loss, grad_norm=norm), run.config.watch.spike_action
     if what is None:
         return False
     if action == "stop":
-        raise stopped(run, step, slots, range(len(slots)), what)
-    line = run.world.on_main(report_spike, run, step, slots, what)
+        raise stopped(run, step, samples, range(len(samples)), what)
+    line = run.world.on_main(report_spike, run, step, samples, what)
     tqdm.write(f"{line}{'; its update is left out' if action == 'skip' else ''}")
     return action == "skip"
 
 
-def report_spike(run: Run, step: int, slots: Slots, what: str) -> str:
+def report_spike(run: Run, step: int, samples: Samples, what: str) -> str:
     """A line about a spike that does not end the run. The first few batches are kept too."""
     line = f"step {step + 1}: {what}"
     if len(run.files.repros()) >= MOST_REPROS:
         return line
-    kept = run.files.keep(run, step, slots, range(len(slots)), what, None)
+    kept = run.files.keep(run, step, samples, range(len(samples)), what, None)
     return f"{line}; to see its sequences, {kept}"
 
 

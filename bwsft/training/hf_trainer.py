@@ -12,7 +12,7 @@
 `model` is a LLaDA from `AutoModelForCausalLM` or another model of docs/model_families.md, plain or
 wrapped by peft, or a bwsft Backbone. The loss is that of `bwsft train` on the same examples: masks
 are functions of (config.seed, sample id, visit), and a visit is an epoch of the Trainer. What the
-Trainer has its own settings for (updates, batches, optimiser, schedule, precision, saving) is taken
+Trainer has its own settings for (updates, batches, optimizer, schedule, precision, saving) is taken
 from the TrainingArguments alone.
 """
 
@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import Trainer
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from bwsft import config as c
 from bwsft.data import dataset as d
@@ -46,7 +46,9 @@ COLUMNS = ["prompt", "response", "sample_id", "visit"]
 FOREIGN = ("model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 
 
-def load_examples(config: c.Config, tokenizer, model) -> tuple[list[dict], list[dict]]:
+def load_examples(
+    config: c.Config, tokenizer: PreTrainedTokenizerBase, model: nn.Module
+) -> tuple[list[dict], list[dict]]:
     """(training examples, held-out examples) of the run `config`, as `bwsft train` has them:
     config.data (None: generated word problems), template, lengths, holdout."""
     data = plan_data(config, tokenizer, as_backbone(model).family)
@@ -96,7 +98,14 @@ class BlockwiseTrainer(Trainer):
     eval_loss. ValueError for what this Trainer cannot do.
     """
 
-    def __init__(self, model, args=None, *, config: c.Config, **options):
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        *,
+        config: c.Config,
+        **options: Any,
+    ):
         self.backbone = as_backbone(model)
         self.backbone.head()  # ValueError if an adapter wraps it
         check(config, options)
@@ -123,7 +132,7 @@ class BlockwiseTrainer(Trainer):
         """Earlier visits of every example in this training."""
         return int(self.state.epoch)
 
-    def _get_train_sampler(self, train_dataset=None) -> Sampler | None:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if self.args.train_sampling_strategy != "random":
             return super()._get_train_sampler(train_dataset)
@@ -131,20 +140,30 @@ class BlockwiseTrainer(Trainer):
             raise ValueError("BlockwiseTrainer needs a train_dataset with a length")
         return VisitOrder(len(dataset), self.config.seed, lambda: self.visit)
 
-    def _wrap_model(self, model, training: bool = True, dataloader=None):
-        """Head and loss lie inside the backbone's forward: it is what DDP must wrap."""
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        """Head and loss are inside the backbone's forward: it is what DDP must wrap."""
         if not training or model is not self.model:
             return model
         return self.accelerator.prepare(self.backbone)
 
-    def get_batch_samples(self, epoch_iterator, num_batches: int, device):
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict], num_batches: int, device: torch.device
+    ) -> tuple[list[dict], Tensor]:
         """As the Trainer's, which counts labels, but with the number of sequences of the update,
         over accumulation and processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         count = torch.tensor(sum(len(batch["sample_ids"]) for batch in batches), device=device)
         return batches, self.accelerator.gather(count).sum()
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None) -> Tensor:
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor:
         """The micro-batch's part of the update's loss: the Trainer sums the parts, and DDP
         averages over processes."""
         if return_outputs:
@@ -164,7 +183,13 @@ class BlockwiseTrainer(Trainer):
         return total
 
     @torch.no_grad()
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
         """(held-out blockwise NELBO of the batch, None, None)."""
         batch = d.Batch(**self._prepare_inputs(inputs))
         value = held_out(self.config, self.backbone.family).nelbo(self.mode.score, [batch])

@@ -14,7 +14,7 @@ from bwsft.utils.files import naming, write_atomic
 class JsonLog:
     """An append-only JSONL file whose lines carry a `step`.
 
-    Opening it for a run that has done `last_step` steps drops the lines behind them, and a torn
+    Opening it for a run that has done `last_step` steps drops the lines after them, and a torn
     last line: the steps they tell of are run again.
     """
 
@@ -94,10 +94,10 @@ def plot_run(folder: Path) -> Path:
     right.plot(steps, column(log, metrics, "lr"), color="tab:green")
     right.set(xlabel="step", ylim=(0, None))
     right.set_ylabel("learning rate", color="tab:green")
-    twin = right.twinx()
+    norm_axis = right.twinx()
     norms = column(log, metrics, "grad_norm")
-    twin.plot(steps, norms, color="tab:red", lw=0.8, alpha=0.6)
-    twin.set_ylabel("gradient norm", color="tab:red")
+    norm_axis.plot(steps, norms, color="tab:red", lw=0.8, alpha=0.6)
+    norm_axis.set_ylabel("gradient norm", color="tab:red")
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120, format="png")
     plt.close(figure)

@@ -47,7 +47,7 @@ def clip(model: nn.Module, limit: float) -> float:
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Optimiser state as flat tensors, `name.exp_avg` and so on: safetensors can hold it."""
+    """Optimizer state as flat tensors, `name.exp_avg` and so on: safetensors can hold it."""
     return {
         f"{name}.{key}": value
         for name, p in trainable(model).items()
@@ -64,13 +64,13 @@ def restore_moments(model: nn.Module, optimizer, tensors: dict[str, torch.Tensor
         grouped.setdefault(name, {})[key] = value
     if odd := sorted(set(grouped) ^ set(parameters)):
         raise ValueError(
-            f"the checkpoint's optimiser state is of another model: {odd[0]} does not match"
+            f"the checkpoint's optimizer state is of another model: {odd[0]} does not match"
         )
     for name, state in grouped.items():
         p = parameters[name]
         if state["exp_avg"].shape != p.shape:
             raise ValueError(
-                f"the checkpoint's optimiser state for {name} has shape "
+                f"the checkpoint's optimizer state for {name} has shape "
                 f"{tuple(state['exp_avg'].shape)}, the model has {tuple(p.shape)}"
             )
         optimizer.state[p] = {k: _placed(v, p) for k, v in state.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from bwsft_kernels.block_grid import BlockGrid
@@ -24,7 +25,7 @@ FIXED_SEED = 0
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A tokenised set, its held-out part, and how a batch is laid out."""
+    """A tokenized set, its held-out part, and how a batch is laid out."""
 
     examples: d.TokenizedSet
     train_index: np.ndarray
@@ -43,24 +44,24 @@ class TrainingData:
     def fingerprint(self) -> str:
         return self.examples.fingerprint
 
-    def slots(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
-        """(example index, earlier visits) of every sequence of optimiser update `step`."""
-        slots = d.slots(step, batch_size, self.epoch, seed)
+    def samples(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
+        """(example index, earlier visits) of every sequence of optimizer update `step`."""
+        samples = d.slots(step, batch_size, self.epoch, seed)
         if self.each is None:
-            return [(int(self.train_index[i]), visit) for i, visit in slots]
+            return [(int(self.train_index[i]), visit) for i, visit in samples]
         # A traversal is M visits: the objective finds block and traversal in the visit's number.
-        rows = [(self.each[i].tolist(), epoch) for i, epoch in slots]
+        rows = [(self.each[i].tolist(), epoch) for i, epoch in samples]
         return [(example, epoch * blocks + block) for (example, block, blocks), epoch in rows]
 
-    def pack(self, slots: list[tuple[int, int]]) -> d.Batch:
-        return d.pack([self.examples.example(i, visit) for i, visit in slots], self.layout)
+    def pack(self, samples: list[tuple[int, int]]) -> d.Batch:
+        return d.pack([self.examples.example(i, visit) for i, visit in samples], self.layout)
 
-    def sample_ids(self, slots: list[tuple[int, int]]) -> list[int]:
-        return [int(self.examples.sample_ids[i]) for i, _ in slots]
+    def sample_ids(self, samples: list[tuple[int, int]]) -> list[int]:
+        return [int(self.examples.sample_ids[i]) for i, _ in samples]
 
-    def response_tokens(self, slots: list[tuple[int, int]]) -> int:
+    def response_tokens(self, samples: list[tuple[int, int]]) -> int:
         """Response tokens of these sequences, end tokens and fill included."""
-        pairs = (self.examples.lengths(i) for i, _ in slots)
+        pairs = (self.examples.lengths(i) for i, _ in samples)
         return sum(self.layout.lengths(*pair)[0] for pair in pairs)
 
     def responses(self) -> Iterator[np.ndarray]:
@@ -76,7 +77,7 @@ class TrainingData:
 
 
 def layout_of(config: c.Config, family: Family) -> d.CanvasLayout:
-    """What lies behind a response of a run `config` on a model `family`."""
+    """What comes after a response of a run `config` on a model `family`."""
     return d.CanvasLayout(
         canvas=config.dataset.canvas,
         block_size=config.block_size,
@@ -94,8 +95,8 @@ def held_out(config: c.Config, family: Family) -> HeldOut:
     return HeldOut(spec=spec, count=config.eval.draws)
 
 
-def plan_data(config: c.Config, tokenizer, family: Family) -> TrainingData:
-    """Tokenise, report what was dropped, check lengths against the model, hold some out."""
+def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
+    """Tokenize, report what was dropped, check lengths against the model, hold some out."""
     options = d.DataOptions(
         template=config.dataset.template,
         max_length=config.max_length,

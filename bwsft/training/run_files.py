@@ -7,7 +7,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,8 +30,6 @@ from bwsft.utils.files import folder_atomic, write_atomic
 from bwsft.utils.strict_json import read_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from bwsft.training.trainer import Run
 
 REPRO, FACTS, BATCH = "repro", "repro.json", "batch.safetensors"
@@ -119,7 +117,7 @@ class RunFiles:
     """The files of one run folder."""
 
     folder: Path
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     base: str | None
     """Model that an adapter belongs to; None for full fine-tuning."""
 
@@ -155,14 +153,14 @@ class RunFiles:
         self,
         run: Run,
         step: int,
-        slots: list[tuple[int, int]],
+        samples: list[tuple[int, int]],
         part: range,
         what: str,
         weights: dict[str, Tensor] | None,
     ) -> str:
         """save_repro, in words. A full disk must not hide what ended the run."""
         try:
-            path = self.save_repro(run, step, slots, part, what, weights)
+            path = self.save_repro(run, step, samples, part, what, weights)
             return f"run them again (bwsft replay {path})"
         except OSError as error:
             return f"which could not be kept ({error})"
@@ -171,7 +169,7 @@ class RunFiles:
         self,
         run: Run,
         step: int,
-        slots: list[tuple[int, int]],
+        samples: list[tuple[int, int]],
         part: range,
         what: str,
         weights: dict[str, Tensor] | None,
@@ -179,13 +177,13 @@ class RunFiles:
         """Write RUN/repro/step-N: the packed batch, what was wrong, and unless `weights` is None
         the model as it met the batch (as Run.weights gives it). Returns the folder."""
         path = self.folder / REPRO / f"step-{step + 1}"
-        chosen = [slots[i] for i in part]
+        chosen = [samples[i] for i in part]
         batch = vars(run.data.pack(chosen))
         facts = {
             "what": what,
             "step": step,
             "first": part.start,
-            "sequences": len(slots),
+            "sequences": len(samples),
             "sample_ids": run.data.sample_ids(chosen),
             "max_length": batch.pop("max_length"),
             "config": dataclasses.asdict(run.config),

@@ -7,17 +7,20 @@ import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bwsft import config as c
 from bwsft.training.metrics import JsonLog
 from bwsft.utils.config_check import flat
 
+if TYPE_CHECKING:
+    from bwsft.training.trainer import Run
+
 
 class Logs:
     """The two JSONL files of a run, the source of truth, and its trackers. Rank 0 alone has any."""
 
-    def __init__(self, run):
+    def __init__(self, run: Run):
         self.files: dict[str, JsonLog] = {}
         self._trackers: list[Any] = []
         if run.world.main:
@@ -63,7 +66,7 @@ def check_installed(config: c.Config) -> None:
             raise ValueError(f"--trackers {name}: the package is missing; pip install {name}")
 
 
-def start(run) -> list[Any]:
+def start(run: Run) -> list[Any]:
     """accelerate's trackers that --trackers names, told the config. They write into the run folder
     or wherever their own environment variables say (WANDB_MODE=offline needs no network)."""
     names = c.tracker_names(run.config)

@@ -56,9 +56,9 @@ class Run:
     files: RunFiles
     world: World = field(default_factory=World)
 
-    def place(self, step: int, slots: list[tuple[int, int]]) -> Place:
+    def place(self, step: int, samples: list[tuple[int, int]]) -> Place:
         """Update number `step` as its first sequence sees it."""
-        return Place(step, 0, len(slots), self.data.response_tokens(slots))
+        return Place(step, 0, len(samples), self.data.response_tokens(samples))
 
     def idle(self) -> Tensor:
         """A forward whose loss is 0, for a rank that must keep step with others."""
@@ -100,14 +100,14 @@ def train_step(run: Run, step: int) -> Step:
     summation order.
     """
     config, data, world = run.config, run.data, run.world
-    slots = data.slots(step, config.batch_size, config.seed)
-    place, losses, tokens, waited = run.place(step, slots), [], 0, 0.0
+    samples = data.samples(step, config.batch_size, config.seed)
+    place, losses, tokens, waited = run.place(step, samples), [], 0, 0.0
     run.optimizer.zero_grad(set_to_none=True)
 
-    for part in parts(len(slots), config.micro_batch_size, world):
+    for part in parts(len(samples), config.micro_batch_size, world):
         # 1. Pack: no padding, the canvas of every example laid out as the decoder will see it.
         began = time.perf_counter()
-        batch = data.pack(slots[part.start : part.stop])
+        batch = data.pack(samples[part.start : part.stop])
         waited += time.perf_counter() - began
         seed_dropout(config.seed, step, int(batch.sample_ids[0]))
 
@@ -115,7 +115,7 @@ def train_step(run: Run, step: int) -> Step:
         #    the context mode have it; only supervised tokens are projected to logits.
         for loss in run.mode.losses(batch, place._replace(first=part.start)):
             # 3. Backward adds to the gradients; no graph outlives its draw.
-            (loss.total / world.share_of(len(slots))).backward()
+            (loss.total / world.share_of(len(samples))).backward()
             losses.append((part.start, loss._replace(total=loss.total.detach())))
         tokens += batch.ids.numel()
     world.finish(run.idle)
@@ -124,11 +124,11 @@ def train_step(run: Run, step: int) -> Step:
     totals, *counts = on_host([loss for _, loss in losses])
     loss, *counts = world.sum([sum(totals), *map(sum, counts), tokens])
     starts = [start for start, _ in losses]
-    guards.check_finite(run, step, slots, list(zip(starts, totals, strict=True)), loss)
+    guards.check_finite(run, step, samples, list(zip(starts, totals, strict=True)), loss)
     norm = clip(run.backbone, config.optim.clip)
     if not math.isfinite(norm):
-        raise guards.stopped(run, step, slots, range(len(slots)), f"gradient norm {norm}")
-    skipped = guards.spike(run, step, slots, loss / len(slots), norm)
+        raise guards.stopped(run, step, samples, range(len(samples)), f"gradient norm {norm}")
+    skipped = guards.spike(run, step, samples, loss / len(samples), norm)
     lr = lr_at(step, config.steps, config.optim)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
@@ -136,7 +136,7 @@ def train_step(run: Run, step: int) -> Step:
         run.optimizer.step()
     rows, region, tokens = map(int, counts)
     seconds = world.max(waited)
-    return Step(loss / len(slots), lr, norm, tokens, rows, region, skipped, seconds)
+    return Step(loss / len(samples), lr, norm, tokens, rows, region, skipped, seconds)
 
 
 def on_host(losses: list[Loss]) -> list[list[float]]:

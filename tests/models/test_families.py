@@ -299,7 +299,7 @@ def test_train(name, mode, config_of, folders):
     assert facts_of(run.backbone.family) == FACTS.get(name, (0, "full", "response"))
     run.backbone.set_gradient_checkpointing(name in ("qwen2", "sdar", "bert"))
     plain = plain_model(folders[name], run.backbone.family)
-    batch = run.data.pack(run.data.slots(0, 4, config.seed))
+    batch = run.data.pack(run.data.samples(0, 4, config.seed))
     for state in masked_states(batch, run.eval_spec, 2):
         with torch.no_grad():
             score = float(run.mode.score(run, state))
@@ -326,7 +326,7 @@ def test_train(name, mode, config_of, folders):
 def test_noisy_copies_need_no_positions_of_their_own(name, config_of):
     config = config_of(name, "block_causal")
     run = setup(config, c.run_folder(config), None)
-    batch = run.data.pack(run.data.slots(0, 4, config.seed))
+    batch = run.data.pack(run.data.samples(0, 4, config.seed))
     needed = int((batch.prompt_lengths + batch.response_lengths).max())
 
     def loss(max_positions):

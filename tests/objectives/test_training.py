@@ -147,7 +147,7 @@ def test_the_schedule_follows_the_run(tiny, make_run, monkeypatch):
     for step in (0, 6):
         t.train_step(run, step)
         (before, *_), (after, *_) = calls[-2:]
-        clean = run.data.pack(run.data.slots(step, 4, config.seed)).ids
+        clean = run.data.pack(run.data.samples(step, 4, config.seed)).ids
         revealed = before.ids != after.ids
         assert revealed.sum() > 5
         right = (after.ids == clean)[revealed].double().mean()
@@ -187,7 +187,7 @@ def test_what_a_step_costs(tiny, make_run, tmp_path):
 
 
 def halves(run):
-    slots = run.data.slots(6, 4, run.config.seed)
+    slots = run.data.samples(6, 4, run.config.seed)
     return slots[:2], slots[2:]
 
 

@@ -29,7 +29,7 @@ def before_step(monkeypatch, number, act):
 
 def poison_one_micro_batch(run):
     """NaN for the second micro-batch of update 4."""
-    first = run.data.sample_ids(run.data.slots(4, 4, run.config.seed))[2]
+    first = run.data.sample_ids(run.data.samples(4, 4, run.config.seed))[2]
 
     def spoil(module, arguments, total):
         return total * float("nan") if arguments[0].sample_ids[0] == first else total

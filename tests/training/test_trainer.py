@@ -26,7 +26,7 @@ def plain_step(run, step, dtype):
     from the loop in bwsft_kernels.reference, full logits of the transformers model, autograd."""
     backbone = copy.deepcopy(run.backbone).to(dtype)
     backbone.zero_grad(set_to_none=True)
-    config, slots = run.config, run.data.slots(step, run.config.batch_size, run.config.seed)
+    config, slots = run.config, run.data.samples(step, run.config.batch_size, run.config.seed)
     total = torch.zeros((), dtype=dtype)
     for index, visit in slots:
         prompt = run.data.examples.prompt(index).tolist()
@@ -183,7 +183,7 @@ def test_every_micro_batch_is_reseeded(tiny, make_run, monkeypatch):
     monkeypatch.setattr(t, "seed_dropout", lambda *arguments: calls.append(arguments))
     for step in (0, 8):
         t.train_step(run, step)
-    ids = [run.data.sample_ids(run.data.slots(step, 4, 3)) for step in (0, 8)]
+    ids = [run.data.sample_ids(run.data.samples(step, 4, 3)) for step in (0, 8)]
     assert calls == [
         (3, 0, ids[0][0]), (3, 0, ids[0][2]), (3, 8, ids[1][0]), (3, 8, ids[1][2]),
     ]
@@ -201,7 +201,7 @@ def test_evaluation_leaves_training_as_it_was(tiny, make_run):
     other = make_run(tiny(seed=4, lora=LORA, out=str(run.folder) + "4"))
     assert other.held_out == run.held_out
     assert other.data.holdout_index.tolist() == run.data.holdout_index.tolist()
-    assert other.data.slots(0, 4, 4) != run.data.slots(0, 4, 3)
+    assert other.data.samples(0, 4, 4) != run.data.samples(0, 4, 3)
 
 
 def test_a_run_learns_and_writes_what_others_read(tiny, capsys):
