@@ -114,7 +114,7 @@ def test_a_kept_batch_gives_its_loss_again(tiny, make_run, monkeypatch, capsys, 
     """Without a checkpoint and with dropout: the kept weights met the kept sequences."""
     config = tiny(lora=lora)
     data = make_run(tiny(out=tiny().out + "-other")).data
-    first = data.sample_ids(data.slots(2, 4, config.seed))[2]
+    first = data.sample_ids(data.samples(2, 4, config.seed))[2]
     losses = []
 
     def act(run, index):

@@ -62,7 +62,7 @@ def test_nan_stops_with_step_samples_and_checkpoint(
     folder = c.run_folder(config)
     message = capsys.readouterr().err.split("bwsft train: stopped: ")[1]
     data = make_run(tiny(out=f"{folder}-again")).data
-    ids = data.sample_ids(data.slots(4, 4, config.seed))[spoilt]
+    ids = data.sample_ids(data.samples(4, 4, config.seed))[spoilt]
     assert message.startswith(
         f"{what} at step 5; sample ids (rows of the data, from 0): {', '.join(map(str, ids))}; "
         f"the last good checkpoint is {folder / 'checkpoints' / 'step-3'}. "
