@@ -118,19 +118,8 @@ class GraphedPasses:
 def graphed(model: Backbone) -> GraphedPasses:
     """Passes of `model` as CUDA graphs. ValueError where its forward reads from the device, which
     no graph can."""
-    from bwsft.models.attention import varlen_kernel
-    from bwsft.models.llada import LladaBackbone
-
-    weight = model.head()[0]
-    half = weight.dtype in (torch.bfloat16, torch.float16)
-    if not (weight.is_cuda and half and isinstance(model, LladaBackbone)):
-        raise ValueError(
-            "graphs needs a LLaDA in bfloat16 or float16 on a CUDA device: leave it out here"
-        )
-    width = model.base_model.config.head_dim
-    if varlen_kernel(weight.device, weight.dtype, width) is None:
-        raise ValueError(f"graphs needs heads that flash attention takes, not {width} wide")
-    return GraphedPasses(model, Capture(weight.device))
+    model.check_graphs()
+    return GraphedPasses(model, Capture(model.head()[0].device))
 
 
 @functools.cache

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-from bwsft.decoding.canvas import Canvas
+from bwsft.decoding.canvas import Active, Canvas
 from bwsft.decoding.context import DecodeContext
 
 
@@ -41,6 +41,21 @@ class Generation:
     context or of guidance; those of a verifier do not count."""
 
 
+    def summary(self) -> str:
+        """A line for the user."""
+        ending = "" if self.ended else "; no end token, so --gen-length may be too short"
+        return f"[{len(self.tokens)} tokens in {self.steps} steps{ending}]"
+
+
+class Decoded(NamedTuple):
+    """An answer as text: what it says, the tokens up to the end token, and whether one came."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+Decode = Callable[[list[str]], Sequence[Decoded]]  # from questions to answers, in order
 OnCommit = Callable[[int, list[Commit]], None]
 
 
@@ -50,8 +65,7 @@ class Outcome:
 
     nan: Tensor  # 0-dim bool
     taken: Tensor  # [S, B] bool: slots of the active blocks that got their token
-    flat: Tensor  # [S, B] their places in the canvas
-    replaced: Tensor | None = None  # [S, B] bool, a revising rule: taken slots that had a token
+    active: Active  # the active blocks before it
 
 
 class History:
@@ -70,7 +84,7 @@ class History:
 
 def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> None:
     """Tell the callback what the step committed."""
-    taken, flat = outcome.taken.tolist(), outcome.flat
+    taken, flat = outcome.taken.tolist(), outcome.active.flat
     edges = canvas.cu_seqlens.tolist()
     columns = [x.tolist() for x in (flat, canvas.ids[flat], canvas.confidence[flat])]
     for row, start, marks, *values in zip(canvas.rows, edges[:-1], taken, *columns, strict=True):
@@ -102,7 +116,7 @@ def harvest(
         ids, at, confidence = (c[-config.gen_length :].tolist() for c in values)
         end = next((i for i, token in enumerate(ids) if token in canvas.family.end_ids), None)
         own = steps
-        if config.stop_at_end and end is not None and not config.revising:
+        if config.stop_at_end and end is not None and not config.method.revising:
             own = 1 + max(at[: end + 1])  # it may have been final before the last poll
         commits = []
         if history:

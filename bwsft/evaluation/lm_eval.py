@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from bwsft.data.chat_template import Template
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
 
 try:

@@ -16,8 +16,9 @@ from bwsft.cli import main
 from bwsft.commands import chat
 from bwsft.commands.chat import ChatOptions, Conversation, Picture, Terminal, talk, whole_lines
 from bwsft.data.chat_template import load_tokenizer
-from bwsft.decoding.generate import Commit, generate
+from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.result import Commit
 
 OPTIONS = {"gen_length": 8, "block_size": 4, "template": "chat"}
 

@@ -20,7 +20,7 @@ from bwsft.decoding import pipeline as decoder
 from bwsft.decoding.adaptive_parallel import joint_head
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import DecoderOptions
-from bwsft.decoding.plan import DecodeConfig
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.rules import Head
 from bwsft.models.verifier import load_verifier, new_verifier
 

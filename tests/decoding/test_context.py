@@ -14,7 +14,7 @@ from bwsft_kernels.philox import Stream, gumbel, gumbel_key, gumbel_u24, philox_
 from tiny_decoding import ENDS, HEADS, KV_HEADS, MASK, MODES, VOCABULARY, model_of, prompts_of
 
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig
+from bwsft.decoding.config import DecodeConfig
 
 SIZE = 8  # of a head
 

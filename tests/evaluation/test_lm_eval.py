@@ -12,7 +12,7 @@ import pytest
 
 from bwsft.data import word_problems as wordproblems
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder
-from bwsft.decoding.plan import DecodeConfig
+from bwsft.decoding.config import DecodeConfig
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
 
 needs_harness = pytest.mark.skipif(

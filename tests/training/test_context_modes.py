@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from bwsft_kernels import MaskSpec
 
 from bwsft.data.dataset import CanvasLayout, Example, pack
+from bwsft.models.block_masks import block_causal_mask
 from bwsft.models.llada import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import masked_states
-from bwsft.training.context_modes import Mode, block_causal_mask, one_pass, response_rows
+from bwsft.training.context_modes import Mode, one_pass, response_rows
 
 MASK, EOS = 49, 1
 
