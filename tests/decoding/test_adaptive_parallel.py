@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from bwsft.decoding import pipeline as decoder
 from bwsft.decoding.adaptive_parallel import joint_head
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import DecoderOptions
-from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.rules import Head
 from bwsft.models.verifier import load_verifier, new_verifier
 
@@ -53,7 +53,7 @@ def choice(logits, config, position, request, allowed):
 @torch.no_grad()
 def slow(model, lm, prompt, config, canvas, request):
     """(response, steps) of one row, with whole forwards of both models."""
-    mixture, lookahead = config.option("mixture"), config.option("lookahead")
+    mixture, lookahead = config.method.mixture, config.method.lookahead
     rows = lm.get_input_embeddings().num_embeddings
     allowed = [t for t in range(min(rows, VOCABULARY)) if t not in (MASK, *config.banned_ids)]
     x = [*prompt, *(MASK if t is None else t for t in canvas)]

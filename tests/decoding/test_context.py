@@ -13,8 +13,8 @@ import torch
 from bwsft_kernels.philox import Stream, gumbel, gumbel_key, gumbel_u24, philox_u24
 from tiny_decoding import ENDS, HEADS, KV_HEADS, MASK, MODES, VOCABULARY, model_of, prompts_of
 
-from bwsft.decoding.generate import generate
 from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.generate import generate
 
 SIZE = 8  # of a head
 
@@ -199,7 +199,7 @@ RULES = [
 
 def config_of(size, blocks, steps_per_block=None, **fields):
     steps = None if steps_per_block is None else steps_per_block * blocks
-    return DecodeConfig(size * blocks, size, steps, **fields)
+    return DecodeConfig(size * blocks, size, steps=steps, **fields)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.get("rule", f"quota{len(r)}"))
