@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bwsft.decoding.canvas import Active, Canvas, Change, Row, span_of
 from bwsft.decoding.context import DecodeContext, show
-from bwsft.decoding.plan import PlannedStep
+from bwsft.decoding.plan import Plan, PlannedStep
 from bwsft.decoding.rules import Head, Rule, head_of
 from bwsft.models.backbone import Backbone
 from bwsft.models.kv_cache import ContextCache, Span
@@ -59,11 +59,7 @@ class VerifiedContext(DecodeContext):
 
     @classmethod
     def begin(
-        cls,
-        model: Backbone,
-        config: DecodeConfig,
-        canvas: Canvas,
-        verifier: Verifier | None = None,
+        cls, model: Backbone, config: DecodeConfig, canvas: Canvas, verifier: Verifier | None = None
     ) -> VerifiedContext:
         size, longest = len(canvas.rows), max(row.length for row in canvas.rows)
         rule = config.method
@@ -183,7 +179,7 @@ class AdaptiveParallel(Rule):
 
     def plan(
         self, prompt_length: int, origin: str, given: Sequence[int] = (), request: int = 0
-    ) -> list[PlannedStep]:
+    ) -> Plan:
         """The window that begins at each open position; `number` counts those before it. There are
         no blocks."""
         end, taken = prompt_length + self.config.gen_length, set(given)
@@ -196,30 +192,19 @@ class AdaptiveParallel(Rule):
         return plan
 
     def following(
-        self,
-        plan: list[PlannedStep],
-        planned: PlannedStep,
-        number: int,
-        filled: int | None,
-        edited: bool = False,
+        self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool
     ) -> PlannedStep | None:
-        return super().following(plan, planned, planned.number + filled, filled)
+        return super().following(plan, planned, planned.number + filled, filled, edited)
 
     def decide(
-        self,
-        context: VerifiedContext,
-        canvas: Canvas,
-        active: Active,
-        hidden: Tensor,
-        early: Tensor | None,
+        self, context: VerifiedContext, canvas: Canvas, active: Active, hidden: Tensor
     ) -> tuple[LinearArgmax, Change]:
-        family, key = context.model.family, active.key
-        draft = self.choose(family, context.draft_head, hidden, key, early)
+        draft = self.choose(canvas.family, context.draft_head, hidden, active)
         if context.verifier is None:
             return draft, Change(active.masked)
         causal = context.causal_states(canvas, active, draft.token).to(hidden.dtype)
         both = torch.cat([self.mixture * hidden, (1 - self.mixture) * causal], 1)
-        best = self.choose(family, context.joint, both, key, early)
+        best = self.choose(canvas.family, context.joint, both, active)
         agrees = active.rectangle((best.token == draft.token).long(), 1)  # as given tokens do
         first = active.masked & (active.masked.cumsum(1) == 1)
         return best, Change(active.masked & (agrees.cumprod(1).bool() | first))

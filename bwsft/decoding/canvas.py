@@ -71,6 +71,7 @@ class Active:
     slots: Tensor  # [N] of them in the flattened blocks
     rows: Tensor  # [N] and in the packed canvas
     key: tuple[Tensor, Tensor, Tensor]  # request, step and position [N], which noise depends on
+    early: Tensor | None  # [N] bool: no end token may be there yet
 
     def rectangle(self, values: Tensor, none: float = -torch.inf) -> Tensor:
         """Values [N] in their slots [S, B]."""
@@ -101,9 +102,7 @@ class Canvas:
     plan: Tensor | None  # [S, P, 3]: start, stop and quota of every step; None: a dynamic rule
 
     @classmethod
-    def begin(
-        cls, rows: list[Row], family: Family, like: Tensor, dynamic: bool = False
-    ) -> Canvas:
+    def begin(cls, rows: list[Row], family: Family, like: Tensor, dynamic: bool = False) -> Canvas:
         """Every row's prompt and response; on the device of `like`, confidences in its dtype or
         float32."""
         ids = torch.tensor([i for r in rows for i in r.prompt + r.response], device=like.device)
@@ -162,9 +161,12 @@ class Canvas:
         slots = asked.flatten().nonzero_static(size=size).squeeze(1)
         rows = flat.flatten()[slots]
         noise_step = torch.full_like(rows, step if rule.step_noise else 0)
-        position = block.positions().flatten()[slots]
-        key = (self.requests[slots // block.width], noise_step, position)
-        return Active(planned, block, quota, flat, masked, asked, slots, rows, key)
+        position, owner = block.positions().flatten()[slots], slots // block.width
+        key, early = (self.requests[owner], noise_step, position), None
+        if rule.config.min_length:
+            prompt = self.cu_seqlens.diff() - rule.config.gen_length
+            early = position - prompt[owner] < rule.config.min_length
+        return Active(planned, block, quota, flat, masked, asked, slots, rows, key, early)
 
     def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
         """Each of the N slots gets its token, becomes [MASK] or stays what it was."""

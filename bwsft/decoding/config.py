@@ -74,7 +74,7 @@ class DecodeSettings:
     min_length: int = 0
     """No end token before so many tokens."""
     suffix: int | Literal["all", "absent"] = "all"
-    """[MASK] positions behind the active block that the model sees (exact, prefix)."""
+    """[MASK] positions after the active block that the model sees (exact, prefix)."""
     temperature: float = 0.0
     """0: the most probable token at every step; above: samples."""
     seed: int = 0

@@ -49,11 +49,7 @@ class DecodeContext:
 
     @classmethod
     def begin(
-        cls,
-        model: Backbone,
-        config: DecodeConfig,
-        canvas: Canvas,
-        verifier: Verifier | None = None,
+        cls, model: Backbone, config: DecodeConfig, canvas: Canvas, verifier: Verifier | None = None
     ) -> DecodeContext:
         rows, cache = canvas.rows, None
         if config.context != "exact":
@@ -152,7 +148,7 @@ class DecodeContext:
         planned: list[PlannedStep],
         lengths: list[int],
     ) -> Tensor:
-        """As `active_pass`, but all behind the block runs too, up to `lengths` of every row."""
+        """As `active_pass`, but all after the block runs too, up to `lengths` of every row."""
         cache, block = self.part(rows, block)
         sizes = [lengths[i] - planned[i].start for i in rows]
         stop = upload([lengths[i] for i in rows], block.start.device)
@@ -255,7 +251,7 @@ def joined(parts: list[tuple[list[int], Tensor]], num_rows: int, width: int) -> 
 def with_blind_rows(
     view: Packed, wanted: Tensor, canvas: Canvas, mask_id: int
 ) -> tuple[Packed, Tensor]:
-    """The rows, and behind them the same rows with their prompts masked; the wanted rows of both.
+    """The rows, and after them the same rows with their prompts masked; the wanted rows of both.
     Given tokens of the response stay."""
     prompts = upload([len(row.prompt) for row in canvas.rows], view.ids.device)
     owner = torch.repeat_interleave(

@@ -14,7 +14,7 @@ from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
 from bwsft.decoding.canvas import Active, Canvas, Change
-from bwsft.decoding.plan import PlannedStep
+from bwsft.decoding.plan import Plan, PlannedStep
 from bwsft.decoding.rules import Rule, rank
 
 
@@ -28,12 +28,7 @@ class Dynamic(Rule):
         return [0]
 
     def following(
-        self,
-        plan: list[PlannedStep],
-        planned: PlannedStep,
-        number: int,
-        filled: int | None,
-        edited: bool = False,
+        self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool
     ) -> PlannedStep | None:
         left, after = planned.masked - filled, planned.number + 1
         if left:

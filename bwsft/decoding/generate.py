@@ -175,22 +175,17 @@ def denoise(
 
     Reads nothing back from the device: the host knows the number of slots that it asks for.
     """
-    config, rule = context.config, context.config.method
+    rule = context.config.method
 
     # 1. The active blocks [S, B], the N slots in them that are asked for (those that are masked,
     #    under a revising rule all that were not given), and their places in the packed canvas.
     active = canvas.look(planned, step, rule)
 
-    # 2. Hidden states under the context mode, [N, D]; slots where no end token may be, [N].
+    # 2. Hidden states under the context mode, [N, D].
     hidden = context.hidden(canvas, planned, active.block).index_select(0, active.slots)
-    early = None
-    if config.min_length:
-        prompt = canvas.cu_seqlens.diff() - config.gen_length
-        own = prompt[active.slots // active.block.width]
-        early = active.key[2] - own < config.min_length
 
     # 3. Tokens of the N slots, and which of them the rule commits.
-    best, change = rule.decide(context, canvas, active, hidden, early)
+    best, change = rule.decide(context, canvas, active, hidden)
     canvas.write(active, best, change, step)
     return Outcome(best.nan_flag, change.taken, active)
 

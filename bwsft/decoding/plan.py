@@ -30,6 +30,9 @@ class PlannedStep:
         return self.open or self.masked
 
 
+Plan = list[PlannedStep]  # of a sequence
+
+
 def quotas(masked: int, steps: int) -> list[int]:
     """Tokens to commit in each of `steps` steps: as even as can be, the remainder on the first
     steps (LLaDA's rule). Steps beyond one per token get 0."""

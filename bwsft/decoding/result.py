@@ -40,7 +40,6 @@ class Generation:
     """Forward passes that this row took part in: as many as steps, and those of block_causal
     context or of guidance; those of a verifier do not count."""
 
-
     def summary(self) -> str:
         """A line for the user."""
         ending = "" if self.ended else "; no end token, so --gen-length may be too short"

@@ -36,14 +36,9 @@ class Block(NamedTuple):
 
     @classmethod
     def of(cls, canvas: Canvas, active: Active, best: LinearArgmax) -> Block:
-        return cls(
-            active.masked,
-            active.asked,
-            canvas.ids[active.flat],
-            canvas.confidence[active.flat],
-            active.rectangle(best.token, 0),
-            active.rectangle(best.confidence),
-        )
+        standing = canvas.ids[active.flat], canvas.confidence[active.flat]
+        new = active.rectangle(best.token, 0), active.rectangle(best.confidence)
+        return cls(active.masked, active.asked, *standing, *new)
 
 
 @dataclass(frozen=True)
@@ -56,14 +51,13 @@ class Rcr(Quota):
     revising = True
 
     def commit(self, canvas: Canvas, active: Active, best: LinearArgmax) -> Change:
-        return rcr(Block.of(canvas, active, best), active.quota)
+        return self.remask(Block.of(canvas, active, best), active.quota)
 
-
-def rcr(block: Block, standing: Tensor) -> Change:
-    """Fill every [MASK], keep the `standing` [S] most confident open slots."""
-    running = torch.where(block.masked, block.new_confidence, block.confidence)
-    stays = block.open & (rank(running, block.open) < standing[:, None])
-    return Change(stays & block.masked, block.open & ~stays)
+    def remask(self, block: Block, standing: Tensor) -> Change:
+        """Fill every [MASK], keep the `standing` [S] most confident open slots."""
+        running = torch.where(block.masked, block.new_confidence, block.confidence)
+        stays = block.open & (rank(running, block.open) < standing[:, None])
+        return Change(stays & block.masked, block.open & ~stays)
 
 
 @dataclass(frozen=True)
@@ -102,18 +96,17 @@ class Routed(Quota):
         if not self.revising:
             return super().commit(canvas, active, best)
         score = active.rectangle(self.priority(best, active))
-        return route(Block.of(canvas, active, best), score, active.quota, self.revise)
+        return self.route(Block.of(canvas, active, best), score, active.quota)
 
-
-def route(block: Block, score: Tensor, standing: Tensor, revise: str) -> Change:
-    """`score` [S, B] of what the model would put there now: all but the `standing` [S] best open
-    slots are routed to [MASK], where they go if they are [MASK] or revise lets them: "uncond", or
-    "cond", if the model still wants the same token and is less sure of it."""
-    low = block.open & (rank(score, block.open) >= standing[:, None])
-    back = low & ~block.masked
-    if revise == "cond":
-        back &= (block.new_token == block.token) & (block.new_confidence < block.confidence)
-    return Change(block.masked & ~low, block.masked & low | back)
+    def route(self, block: Block, score: Tensor, standing: Tensor) -> Change:
+        """`score` [S, B] of what the model would put there now: all but the `standing` [S] best
+        open slots are routed to [MASK], where they go if they are [MASK] or `revise` lets them:
+        "uncond", or "cond", if the model still wants the same token and is less sure of it."""
+        low = block.open & (rank(score, block.open) >= standing[:, None])
+        back = low & ~block.masked
+        if self.revise == "cond":
+            back &= (block.new_token == block.token) & (block.new_confidence < block.confidence)
+        return Change(block.masked & ~low, block.masked & low | back)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bwsft.decoding.canvas import Active, Canvas, Change, Row
 from bwsft.decoding.context import DecodeContext
-from bwsft.decoding.plan import PlannedStep, hitting_shares, quotas
+from bwsft.decoding.plan import Plan, PlannedStep, hitting_shares, quotas
 from bwsft.models.backbone import Backbone, Family
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Rule:
 
     def plan(
         self, prompt_length: int, origin: str, given: Sequence[int] = (), request: int = 0
-    ) -> list[PlannedStep]:
+    ) -> Plan:
         """All steps of a sequence. Where they are known beforehand nobody has to ask the device
         how many [MASK]s are left; steps that would change nothing are left out. Under a dynamic
         rule: the first step of every block.
@@ -115,12 +115,7 @@ class Rule:
         return plan
 
     def following(
-        self,
-        plan: list[PlannedStep],
-        planned: PlannedStep,
-        number: int,
-        filled: int | None,
-        edited: bool = False,
+        self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool
     ) -> PlannedStep | None:
         """A sequence's step `number`, after `planned`; None if nothing is left. Where only the
         device knew (a dynamic rule): how many [MASK]s `planned` filled, and whether it replaced a
@@ -131,16 +126,8 @@ class Rule:
     def ordered_by(self) -> str:
         return self.config.order or self.own_order or "confidence"
 
-    def choose(
-        self,
-        family: Family,
-        head: Head,
-        hidden: Tensor,
-        key: tuple[Tensor, Tensor, Tensor],
-        early: Tensor | None = None,
-    ) -> LinearArgmax:
-        """linear_argmax of hidden states [N, D] with a head; key: request, step, position. Where
-        `early` [N] end ids are banned."""
+    def choose(self, family: Family, head: Head, hidden: Tensor, active: Active) -> LinearArgmax:
+        """Tokens of the N slots from hidden states [N, D]; no end ids where it is too early."""
         size, bias, config = head.size, head.bias, self.config
 
         def best(banned: tuple[int, ...]) -> LinearArgmax:
@@ -151,19 +138,19 @@ class Rule:
                 banned_ids=banned,
                 mask_id=family.mask_id,
                 temperature=config.temperature,
-                gumbel=GumbelKey(config.seed, *key) if config.temperature > 0 else None,
+                gumbel=GumbelKey(config.seed, *active.key) if config.temperature > 0 else None,
                 want={"confidence", self.ordered_by} & {"confidence", "margin", "entropy"},
                 softcap=family.softcap,
             )
 
         free = best(config.banned_ids)
-        if early is None:
+        if active.early is None:
             return free
         endless = best(config.banned_ids + family.end_ids)
         columns = {}
         for name in ("token", "confidence", "entropy", "margin"):
             a, b = getattr(endless, name), getattr(free, name)
-            columns[name] = None if a is None else torch.where(early, a, b)
+            columns[name] = None if a is None else torch.where(active.early, a, b)
         return LinearArgmax(**columns, nan_flag=free.nan_flag | endless.nan_flag)
 
     def priority(self, best: LinearArgmax, active: Active) -> Tensor:
@@ -181,16 +168,10 @@ class Rule:
         return best.confidence
 
     def decide(
-        self,
-        context: DecodeContext,
-        canvas: Canvas,
-        active: Active,
-        hidden: Tensor,
-        early: Tensor | None,
+        self, context: DecodeContext, canvas: Canvas, active: Active, hidden: Tensor
     ) -> tuple[LinearArgmax, Change]:
         """Tokens of the N slots, from hidden states [N, D], and what becomes of the slots."""
-        model = context.model
-        best = self.choose(model.family, head_of(model), hidden, active.key, early)
+        best = self.choose(canvas.family, head_of(context.model), hidden, active)
         return best, self.commit(canvas, active, best)
 
     def commit(self, canvas: Canvas, active: Active, best: LinearArgmax) -> Change:

@@ -234,8 +234,7 @@ def test_only_new_positions_are_computed(monkeypatch):
     stops = [min(3 + start + 6, 23) for start in starts]
     assert max(b - a for a, b in zip(starts, starts[1:], strict=False)) > 1
     assert ran == [
-        (3 + before - 2, min(stop + 1, 23))
-        for before, stop in zip(starts, stops[1:], strict=False)
+        (3 + before - 2, min(stop + 1, 23)) for before, stop in zip(starts, stops[1:], strict=False)
     ]
     froms = [0, *(3 + position for position in newest[:-1])]
     assert read == [(a, stop - 1) for a, stop in zip(froms, stops, strict=True)]

@@ -171,9 +171,7 @@ def assert_equals_slow(model, prompts, config, requests=None, canvases=None):
     """Tokens, steps, commits, forwards of the decoder are those of the slow one; returns results
     and the steps a full canvas takes."""
     requests = requests or range(len(prompts))
-    results = generate(
-        model, prompts, config, trace=True, requests=requests, canvases=canvases
-    )
+    results = generate(model, prompts, config, trace=True, requests=requests, canvases=canvases)
     full = []
     for i, (prompt, request, result) in enumerate(zip(prompts, requests, results, strict=True)):
         canvas = canvases[i] if canvases else ()

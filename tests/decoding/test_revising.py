@@ -13,7 +13,7 @@ from tiny_decoding import MASK, MODES, VOCABULARY, bounds_of, history, model_of,
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.plan import masked_share, routed_shares
-from bwsft.decoding.revising import Block, rcr, route
+from bwsft.decoding.revising import Block
 from bwsft.decoding.rules import hitting_times
 
 
@@ -219,10 +219,11 @@ def block_of(masked, given, confidence, new, token=None, new_token=None):
 def test_rcr_by_hand():
     # Slot 0 was sure and slot 1 was not; 2 and 3 are [MASK]; 4 is given.
     block = block_of([0, 0, 1, 1, 0], [0, 0, 0, 0, 1], [0.9, 0.2, 0, 0, 0], [0, 0, 0.3, 0.8, 9])
-    taken, masked = rcr(block, torch.tensor([3]))
+    rule = DecodeConfig(8, 4, rule="rcr").method
+    taken, masked = rule.remask(block, torch.tensor([3]))
     assert taken.tolist() == [[False, False, True, True, False]]
     assert masked.tolist() == [[False, True, False, False, False]]
-    taken, masked = rcr(block, torch.tensor([4]))
+    taken, masked = rule.remask(block, torch.tensor([4]))
     assert taken.tolist() == [[False, False, True, True, False]] and not masked.any()
 
 
@@ -232,14 +233,15 @@ def test_routing_by_hand():
         [0.1, 0.2, 0.3, 0.4, 0.05, 9], [7, 7, 7, 0, 0, 3], [7, 8, 7, 6, 6, 6],
     )  # fmt: skip
     score, standing = block.new_confidence, torch.tensor([1])
-    taken, masked = route(block, score, standing, "uncond")
+    uncond, cond = (DecodeConfig(8, 4, rule="routed", revise=r).method for r in ("uncond", "cond"))
+    taken, masked = uncond.route(block, score, standing)
     assert taken.tolist() == [[False, False, False, True, False, False]]
     assert masked.tolist() == [[True, True, True, False, True, False]]
     # cond: slot 1 wants another token, and is left alone.
-    masked = route(block, score, standing, "cond").cleared
+    masked = cond.route(block, score, standing).cleared
     assert masked.tolist() == [[True, False, True, False, True, False]]
     sure = block._replace(confidence=torch.full((1, 6), 0.15))
-    masked = route(sure, score, standing, "cond").cleared  # slot 2 is surer than it was
+    masked = cond.route(sure, score, standing).cleared  # slot 2 is surer than it was
     assert masked.tolist() == [[True, False, False, False, True, False]]
 
 
