@@ -34,7 +34,7 @@ Ctrl-C           stop the answer
 A line that ends in \\ goes on in the next one."""
 SETTINGS = {"steps": "steps", "block": "block_size", "seed": "seed", "context": "context"}
 MASK = "░"
-# A token's colour by the steps since it was committed; older ones have the terminal's own.
+# A token's color by the steps since it was committed; older ones have the terminal's own.
 AGES = ("bold black on bright_green", "bright_green", "green")
 # What a model writes must not move the cursor: all control characters but tab and line feed.
 VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}

@@ -31,7 +31,7 @@ class TraceOptions:
     line: int = 1
     """Which answer of the file."""
     png: Path | None = None
-    """Heat map of position x step, coloured by confidence."""
+    """Heat map of position x step, colored by confidence."""
 
 
 def run_trace(options: TraceOptions) -> int:
@@ -135,8 +135,8 @@ def draw(record: dict, path: Path) -> None:
     axes = figure.subplots()
     corners = (-0.5, record["gen_length"] - 0.5, len(rows) + 0.5, 0.5)  # steps count from 1
     look = {"vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
-    colours = colormaps["viridis"].with_extremes(bad="0.9")
-    image = axes.imshow(rows, extent=corners, cmap=colours, **look)
+    colors = colormaps["viridis"].with_extremes(bad="0.9")
+    image = axes.imshow(rows, extent=corners, cmap=colors, **look)
     for edge in block_edges(record["block_size"], record["gen_length"]):
         axes.axvline(edge - 0.5, color="black", linewidth=0.8)
     axes.set_xlabel("response position (lines: blocks)")

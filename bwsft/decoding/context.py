@@ -2,14 +2,14 @@
 
 exact         every step runs the whole canvas
 cached        on entering a block one pass over the whole canvas, which is its first denoising step
-              and stores all keys and values; then the active rows run alone against those
-prefix        as cached, but the suffix is recomputed with the active rows
+              and stores all keys and values; then the block runs alone against those
+prefix        as cached, but the suffix is recomputed with the block
 block_causal  the prompt runs once; a block sees the prompt, the blocks before it and itself; when
               it is finished, one pass with its final tokens stores its keys and values. In a
               block-causal family the prompt has blocks too: its tail, which shares the first
               block of the response, runs with that block
 
-S rows, T packed tokens, W width of the active blocks, D hidden size.
+S sequences, T packed tokens, W width of the active blocks, D hidden size.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DecodeContext:
             self.blocks = [self.blocks[i] for i in kept]
 
     def hidden(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
-        """The rows that predict the tokens of the active blocks, [S * W, D]."""
+        """The hidden states that predict the tokens of the active blocks, [S * W, D]."""
         if self.config.context == "exact":
             return self.exact(canvas, planned, block)
         if self.config.context == "block_causal":
@@ -84,10 +84,8 @@ class DecodeContext:
         if enter := [i for i, e in enumerate(entering) if e]:
             parts.append((enter, self.context_pass(canvas, enter, lengths, block)))
         if rest := [i for i, e in enumerate(entering) if not e]:
-            if self.config.context == "prefix":
-                parts.append((rest, self.suffix_pass(canvas, rest, block, planned, lengths)))
-            else:
-                parts.append((rest, self.active_pass(canvas, rest, block, lengths)))
+            starts = [step.start for step in planned]
+            parts.append((rest, self.rest_pass(canvas, rest, starts, lengths, block)))
         return joined(parts, len(planned), block.width)
 
     def lengths(self, canvas: Canvas, planned: list[PlannedStep]) -> list[int]:
@@ -123,36 +121,25 @@ class DecodeContext:
         wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
         return self.model.fill(view, cache, wanted)
 
-    def active_pass(
-        self, canvas: Canvas, rows: list[int], block: Span, visible: list[int]
-    ) -> Tensor:
-        """Run the active blocks of some rows, which see the first `visible` slots of each row."""
-        cache, block = self.part(rows, block)
-        return self.span_pass(canvas, rows, block, cache, visible)
-
     def block_pass(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
         """block_causal: the active blocks see what is stored and themselves, of the first one also
         the prompt's tail."""
-        everyone, stops = list(range(len(planned))), [step.stop for step in planned]
-        sizes = [stop - stored for stop, stored in zip(stops, self.stored, strict=True)]
-        if sizes == [step.stop - step.start for step in planned]:
-            return self.active_pass(canvas, everyone, block, stops)
-        span = span_of(self.stored, stops, block.start.device)
-        return self.span_pass(canvas, everyone, span, self.cache, stops, span.places_of(block))
+        everyone, stops, span = list(range(len(planned))), [step.stop for step in planned], block
+        if self.stored != [step.start for step in planned]:
+            span = span_of(self.stored, stops, block.start.device)
+        wanted = None if span is block else span.places_of(block)
+        return self.span_pass(canvas, everyone, span, self.cache, stops, wanted)
 
-    def suffix_pass(
-        self,
-        canvas: Canvas,
-        rows: list[int],
-        block: Span,
-        planned: list[PlannedStep],
-        lengths: list[int],
+    def rest_pass(
+        self, canvas: Canvas, rows: list[int], starts: list[int], lengths: list[int], block: Span
     ) -> Tensor:
-        """As `active_pass`, but all after the block runs too, up to `lengths` of every row."""
+        """cached: run the active blocks of some rows, which see the first `lengths` positions of
+        each. prefix: all after the block runs too."""
         cache, block = self.part(rows, block)
-        sizes = [lengths[i] - planned[i].start for i in rows]
-        stop = upload([lengths[i] for i in rows], block.start.device)
-        span = Span(block.start, stop - block.start, max(sizes), even=min(sizes) == max(sizes))
+        if self.config.context == "cached":
+            return self.span_pass(canvas, rows, block, cache, lengths)
+        stops = [lengths[i] for i in rows]
+        span = span_of([starts[i] for i in rows], stops, block.start.device)
         return self.span_pass(canvas, rows, span, cache, lengths, span.places_of(block))
 
     def span_pass(

@@ -5,7 +5,7 @@ a step come back step after step, so a forward is recorded once, on buffers that
 are, and replayed: what changes is copied into the buffers first. The head and the choice of tokens,
 about a hundred launches, stay outside; the host issues them while the graph runs.
 
-S rows, W width of a span, T packed tokens, D hidden size.
+S sequences, W width of a span, T packed tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GraphedPasses:
         """As :meth:`Backbone.active_hidden_states`.
 
         What a pass sees grows block by block under block_causal; unless it is the whole cache the
-        recording reads all slots under a mask, so that one serves every block.
+        recording reads all positions under a mask, so that one serves every block.
         """
         inputs = {"ids": ids, "start": span.start, "length": span.length, "visible": cache.visible}
         inputs |= {} if cache.rows is None else {"rows": cache.rows}

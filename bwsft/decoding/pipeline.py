@@ -49,8 +49,8 @@ class DecoderOptions(DecodeSettings):
 
 
 def make_decoder(model: str | None, options: DecoderOptions) -> Decode:
-    """What an evaluation decodes with: a function from questions to `Decoded`, in
-    order. The model is loaded here; None is the embedded base."""
+    """What an evaluation decodes with: a function from questions to `Decoded`, in order. The
+    model is loaded here; None is the embedded base."""
     decoder = Decoder.load(model, options)
 
     def decode(questions: list[str]) -> Sequence[Decoded]:
@@ -188,8 +188,7 @@ def load_verifier_for(trained: Trained, path: str) -> Verifier:
 def chosen_settings(options: DecoderOptions) -> dict:
     """The fields of DecodeConfig that the options set; ValueError for those that can't be, found
     before a large model is read as far as no default comes from its training."""
-    names = {f.name for f in dataclasses.fields(DecodeConfig)}
-    settings = {name: value for name, value in vars(options).items() if name in names}
+    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(DecodeSettings)}
     settings = {k: v for k, v in settings.items() if v is not None or k not in FROM_TRAINING}
     known = dict(settings)
     if not {"gen_length", "block_size"} <= settings.keys():  # one that the other options fit

@@ -1,6 +1,9 @@
 """The decoder's policies one by one: quotas, block grid, plan, commitment, finality, settings."""
 
 import dataclasses
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_decoding import bounds_of
 
 from bwsft.decoding.canvas import final_rows
-from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.config import RULES, DecodeConfig, DecodeSettings
 from bwsft.decoding.plan import quotas
 from bwsft.decoding.rules import commit_quota
 
@@ -190,3 +193,28 @@ def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
 def test_bad_settings_name_the_field(fields, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         DecodeConfig(**fields)
+
+
+def test_the_documentation_names_every_rule_with_its_options():
+    text = (Path(__file__).parents[2] / "docs" / "decoders.md").read_text()
+    table = text.partition("What each guarantees")[0]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", table, re.MULTILINE)
+    documented = {name: set(re.findall(r"--([a-z-]+)", options)) for name, options in rows}
+    assert list(documented) == list(RULES)
+    for name, rule in RULES.items():
+        options = {option.replace("_", "-") for option in rule.options()}
+        options |= set() if rule.own_order else {"order"}
+        options |= {"verifier"} if rule.takes_verifier else set()
+        assert documented[name] == options, name
+
+
+def test_help_texts_name_the_rules_of_an_option_and_its_default():
+    source = inspect.getsource(DecodeSettings)
+    for option in {option for rule in RULES.values() for option in rule.options()} - {"steps"}:
+        owners = [rule for rule in RULES.values() if option in rule.options()]
+        (text,) = re.findall(rf'    {option}: .*\n    """([^"]*)"""', source)
+        assert re.match(r"Rules? (.*?):", text)[1] == ", ".join(rule.name for rule in owners)
+        default = getattr(owners[0](DecodeConfig(8, 4)), option)
+        if default is not None:
+            shown = re.search(r"default ([\w.]+?)\.$", text)[1]
+            assert shown == (default if isinstance(default, str) else f"{default:g}")
