@@ -100,10 +100,8 @@ class VerifiedContext(DecodeContext):
         span = span_of(starts, lengths, block.start.device)
         self.count(everyone)
         show(self.cache, lengths)
-        first = torch.arange(len(planned), device=span.start.device)[:, None] * span.width
-        wanted = first + block.positions() - shift - span.start[:, None]
         ids = canvas.ids[span.flat(canvas.cu_seqlens)]
-        return self.model.active_hidden_states(ids, span, self.cache, wanted)
+        return self.model.active_hidden_states(ids, span, self.cache, span.places_of(block) - shift)
 
     def causal_states(self, canvas: Canvas, active: Active, token: Tensor) -> Tensor:
         """The verifier's hidden states that predict the N drafted tokens [N]."""
