@@ -135,7 +135,7 @@ def test_commands_change_the_decoding(conversation, ids, monkeypatch, capsys):
         ("/steps x", "/steps needs a whole number, not 'x'"),
         ("/block 3", "block_size 3 must divide gen_length 8"),
         ("/context sideways", "context must be one of exact, cached, prefix, block_causal"),
-        ("/seed -1", "seed must lie in"),
+        ("/seed -1", "seed must be in"),
         ("/unknown", "/unknown is no command; /help lists them"),
     ],
 )
