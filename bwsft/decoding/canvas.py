@@ -201,15 +201,12 @@ class Canvas:
             max(lengths),
         )
 
-    def responses(self, gen_length: int) -> Tensor:
-        """Response canvas [S, G] of every row."""
-        first = self.cu_seqlens[1:].long() - gen_length
-        return self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
-
     def final(self, gen_length: int) -> Tensor:
         """Sequences [S] whose text can't change any more."""
+        first = self.cu_seqlens[1:].long() - gen_length
+        responses = self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
         ends = upload(self.family.end_ids, self.ids.device)
-        return final_rows(self.responses(gen_length), self.family.mask_id, ends)
+        return final_rows(responses, self.family.mask_id, ends)
 
 
 def final_rows(canvas: Tensor, mask_id: int, end_ids: Tensor) -> Tensor:

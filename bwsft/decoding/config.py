@@ -120,8 +120,8 @@ class DecodeConfig(DecodeSettings):
                 f"steps {self.steps} must be a multiple of the number of blocks, {blocks} "
                 "(gen_length / block_size): every block gets the same number"
             )
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or positive, not {self.temperature}")
+        for name in ("temperature", "refresh", "cfg_scale"):
+            self._check_positive(name)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2^63), not {self.seed}")
         if not 0 <= self.min_length <= self.gen_length:
@@ -142,11 +142,15 @@ class DecodeConfig(DecodeSettings):
                 raise ValueError(
                     f"{name} belongs to rule {' or '.join(rules)}, and the rule is {self.rule}"
                 )
-            if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be 0 or positive, not {value}")
+            self._check_positive(name)
         for name, choices in (("schedule", Schedule), ("revise", Revise), ("order", Order)):
             self._check_choice(name, choices)
         self.method.check()
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be 0 or positive, not {value}")
 
     def _check_choice(self, name: str, choices: object) -> None:
         value = getattr(self, name)
@@ -155,12 +159,8 @@ class DecodeConfig(DecodeSettings):
 
     def _check_context(self) -> None:
         self._check_choice("context", ContextMode)
-        if self.refresh < 0:
-            raise ValueError(f"refresh must be 0 or positive, not {self.refresh}")
         if self.refresh and self.context not in ("cached", "prefix"):
             raise ValueError(f"refresh is for context cached and prefix, not {self.context}")
-        if not 0 <= self.cfg_scale < math.inf:
-            raise ValueError(f"cfg_scale must be 0 or positive, not {self.cfg_scale}")
         if self.cfg_scale and self.context != "exact":
             raise ValueError(f"cfg_scale needs context exact, not {self.context}")
         whole = self.suffix == "all"

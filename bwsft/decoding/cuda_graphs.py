@@ -31,21 +31,6 @@ MOST_KEPT = 128
 
 
 @dataclass
-class Recorded:
-    """A forward on buffers of its own."""
-
-    inputs: dict[str, Tensor]
-    replay: Callable[[], Any]
-    output: Tensor  # written by every replay
-
-    def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
-        for name, value in inputs.items():
-            self.inputs[name].copy_(value)
-        self.replay()
-        return self.output
-
-
-@dataclass
 class GraphedPasses:
     """`hidden_states` and `active_hidden_states` of a backbone, for one batch of rows and one
     context cache. A result is good until the next call: recordings share their memory.
@@ -58,7 +43,10 @@ class GraphedPasses:
     model: Backbone
     record: Record
     met: set[tuple] = field(default_factory=set)
-    kept: dict[tuple, Recorded] = field(default_factory=dict)
+    # Forwards on buffers of their own: their inputs, what replays them, what a replay writes.
+    kept: dict[tuple, tuple[dict[str, Tensor], Callable[[], Any], Tensor]] = field(
+        default_factory=dict
+    )
 
     def hidden_states(
         self,
@@ -111,8 +99,12 @@ class GraphedPasses:
                 self.met.add(key)
                 return run(inputs)
             buffers = {name: x.clone() for name, x in inputs.items()}
-            self.kept[key] = Recorded(buffers, *self.record(lambda: run(buffers)))
-        return self.kept[key](inputs)
+            self.kept[key] = buffers, *self.record(lambda: run(buffers))
+        buffers, replay, output = self.kept[key]
+        for name, value in inputs.items():
+            buffers[name].copy_(value)
+        replay()
+        return output
 
 
 def graphed(model: Backbone) -> GraphedPasses:

@@ -11,6 +11,7 @@ T packed tokens, S sequences, B block size, N slots that are projected to logits
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -94,8 +95,8 @@ def fill(
     with decoding(model, weight):  # the cache's dtype is that of the passes
         context = rule.context_type.begin(model, config, canvas, verifier)
     # The canvas remembers the last commit at a position, which is all there is unless it revises.
-    history = History(on_commit) if trace and rule.revising else None
-    on_commit = history.add if history else on_commit
+    history: History | None = defaultdict(list) if trace and rule.revising else None
+    telling = on_commit is not None or history is not None
     planned = [row.plan[0] if row.plan else None for row in rows]
     final = canvas.final(config.gen_length).tolist()
     step, broken = 0, torch.zeros((), dtype=torch.bool, device=weight.device)
@@ -114,15 +115,18 @@ def fill(
         step += 1
         broken |= outcome.nan
         seen = Seen.nothing(len(planned))
-        if on_commit or poll_is_due(canvas, planned, step, config):
+        if telling or poll_is_due(canvas, planned, step, config):
             seen = poll(canvas, outcome, broken, step, config)
         ahead = following(canvas, planned, step, config, seen)
         final = seen.final
         if rule.revising:
             final = [f and ended(*two) for f, *two in zip(final, planned, ahead, strict=True)]
         planned = ahead
-        if on_commit:
-            report(canvas, outcome, step - 1, on_commit)
+        for index, commits in report(canvas, outcome, step - 1) if telling else ():
+            if history is not None:
+                history[index] += commits
+            if on_commit:
+                on_commit(index, commits)
 
 
 def following(

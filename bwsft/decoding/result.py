@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -67,22 +66,13 @@ class Outcome:
     active: Active  # the active blocks before it
 
 
-class History:
-    """All commits of every row, under a revising rule: the canvas knows the last one at each
-    position only."""
-
-    def __init__(self, on_commit: OnCommit | None):
-        self.commits: dict[int, list[Commit]] = defaultdict(list)
-        self.on_commit = on_commit
-
-    def add(self, index: int, commits: list[Commit]) -> None:
-        self.commits[index] += commits
-        if self.on_commit:
-            self.on_commit(index, commits)
+# Commits of every row, by its index, under a revising rule: the canvas knows the last one at each
+# position only.
+History = dict[int, list[Commit]]
 
 
-def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> None:
-    """Tell the callback what the step committed."""
+def report(canvas: Canvas, outcome: Outcome, step: int) -> Iterator[tuple[int, list[Commit]]]:
+    """What the step committed, as (row.index, commits)."""
     taken, flat = outcome.taken.tolist(), outcome.active.flat
     edges = canvas.cu_seqlens.tolist()
     columns = [x.tolist() for x in (flat, canvas.ids[flat], canvas.confidence[flat])]
@@ -93,7 +83,7 @@ def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> 
             for mark, place, token, confidence in zip(marks, *values, strict=True) if mark
         ]  # fmt: skip
         if commits:
-            on_commit(row.index, commits)
+            yield row.index, commits
 
 
 def harvest(
@@ -102,7 +92,7 @@ def harvest(
     steps: int,
     context: DecodeContext,
     trace: bool,
-    history: History | None = None,
+    history: History | None,
 ) -> Iterator[tuple[int, Generation]]:
     """The results of the rows that are done."""
     lengths, config = [row.length for row in canvas.rows], context.config
@@ -118,8 +108,8 @@ def harvest(
         if config.stop_at_end and end is not None and not config.method.revising:
             own = 1 + max(at[: end + 1])  # it may have been final before the last poll
         commits = []
-        if history:
-            commits = history.commits.pop(row.index, [])
+        if history is not None:
+            commits = history.pop(row.index, [])
         elif trace:
             places = zip(at, range(config.gen_length), ids, confidence, strict=True)
             commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 from pathlib import Path
 
@@ -61,33 +62,21 @@ def test_blocks_by_hand():
     assert bounds_of(8, config, "absolute") == [(8, 12), (12, 16)]
 
 
-@given(st.integers(0, 60), configs(), ORIGINS)
-def test_a_plan_commits_every_position_once_block_by_block(prompt, config, origin):
-    plan = config.method.plan(prompt, origin)
-    assert all(1 <= turn.quota <= turn.masked for turn in plan)
-    assert sum(turn.quota for turn in plan) == config.gen_length
-    for start, stop in bounds_of(prompt, config, origin):
-        turns = [turn for turn in plan if (turn.start, turn.stop) == (start, stop)]
-        assert len(turns) == min(config.method.steps_per_block, stop - start)
-        left = [turn.masked for turn in turns] + [0]
-        assert left[0] == stop - start
-        assert [a - b for a, b in zip(left, left[1:], strict=False)] == [t.quota for t in turns]
-    assert [turn.start for turn in plan] == sorted(turn.start for turn in plan)
-
-
 @given(st.integers(0, 60), configs(), ORIGINS, st.data())
-def test_a_plan_leaves_given_tokens_out(prompt, config, origin, data):
-    places = st.sets(st.integers(0, config.gen_length - 1))
-    given_places = data.draw(places)
+def test_a_plan_commits_every_open_position_once_block_by_block(prompt, config, origin, data):
+    given_places = data.draw(st.sets(st.integers(0, config.gen_length - 1)))
     plan = config.method.plan(prompt, origin, sorted(given_places))
-    assert sum(turn.quota for turn in plan) == config.gen_length - len(given_places)
+    assert sum(step.quota for step in plan) == config.gen_length - len(given_places)
+    assert [step.start for step in plan] == sorted(step.start for step in plan)
     for start, stop in bounds_of(prompt, config, origin):
-        turns = [turn for turn in plan if (turn.start, turn.stop) == (start, stop)]
-        left = stop - start - sum(start <= prompt + place < stop for place in given_places)
-        shares = quotas(left, config.method.steps_per_block)
-        assert [t.quota for t in turns] == [share for share in shares if share]
-        assert [t.number for t in turns] == list(range(len(turns)))
-        assert not turns or turns[0].masked == left
+        steps = [step for step in plan if (step.start, step.stop) == (start, stop)]
+        total = stop - start - sum(start <= prompt + place < stop for place in given_places)
+        shares = quotas(total, config.method.steps_per_block)
+        assert [step.quota for step in steps] == [share for share in shares if share]
+        assert [step.number for step in steps] == list(range(len(steps)))
+        left = [step.masked for step in steps] + [0]
+        assert left[0] == total
+        assert [a - b for a, b in itertools.pairwise(left)] == [step.quota for step in steps]
     dynamic = dataclasses.replace(config, rule="threshold", steps=None)
     openings = [dataclasses.replace(turn, quota=0) for turn in plan if turn.number == 0]
     assert dynamic.method.plan(prompt, origin, sorted(given_places)) == openings
