@@ -106,7 +106,7 @@ def check(options: CompareOptions) -> list[str]:
         raise ValueError(f"--modes has {unknown[0]!r}: choose from {', '.join(known)}")
     if len(set(modes)) < len(modes) or len(modes) < 2:
         raise ValueError("--modes needs at least two modes, each once")
-    if only := RULES[options.rule].only_context:
+    if only := getattr(RULES.get(options.rule), "only_context", None):
         raise ValueError(
             f"rule {options.rule} decodes under context {only} alone: there is nothing to compare"
         )

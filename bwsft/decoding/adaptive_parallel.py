@@ -113,7 +113,7 @@ class VerifiedContext(DecodeContext):
         self.read_to = [step.stop - 1 for step in active.planned]  # the last token is not read
         span = span_of(starts, self.read_to, token.device)
         show(self.read, self.read_to)
-        text = canvas.ids.index_copy(0, active.rows, token)
+        text = canvas.ids.index_copy(0, active.places, token)
         hidden = self.verifier.causal_states(text[span.flat(canvas.cu_seqlens)], span, self.read)
         row = active.slots // active.block.width
         return hidden[row * span.width + active.key[2] - 1 - span.start[row]]

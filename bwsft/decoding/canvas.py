@@ -69,7 +69,7 @@ class Active:
     masked: Tensor  # [S, B] bool, without repeats
     asked: Tensor  # [S, B] bool: slots that are projected to logits
     slots: Tensor  # [N] of them in the flattened blocks
-    rows: Tensor  # [N] and in the packed canvas
+    places: Tensor  # [N] and in the packed canvas
     key: tuple[Tensor, Tensor, Tensor]  # request, step and position [N], which noise depends on
     early: Tensor | None  # [N] bool: no end token may be there yet
 
@@ -159,22 +159,22 @@ class Canvas:
             asked = asked & ~block.repeats() if rule.revising else masked
         size = sum(p.asked for p in planned)
         slots = asked.flatten().nonzero_static(size=size).squeeze(1)
-        rows = flat.flatten()[slots]
-        noise_step = torch.full_like(rows, step if rule.step_noise else 0)
+        places = flat.flatten()[slots]
+        noise_step = torch.full_like(places, step if rule.step_noise else 0)
         position, owner = block.positions().flatten()[slots], slots // block.width
         key, early = (self.requests[owner], noise_step, position), None
         if rule.config.min_length:
             prompt = self.cu_seqlens.diff() - rule.config.gen_length
             early = position - prompt[owner] < rule.config.min_length
-        return Active(planned, block, quota, flat, masked, asked, slots, rows, key, early)
+        return Active(planned, block, quota, flat, masked, asked, slots, places, key, early)
 
     def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
         """Each of the N slots gets its token, becomes [MASK] or stays what it was."""
-        rows, got = active.rows, change.taken.flatten()[active.slots]
+        places, got = active.places, change.taken.flatten()[active.slots]
         if change.cleared is None:
-            self.ids[rows] = torch.where(got, best.token, self.family.mask_id)
-            self.committed_at[rows] = torch.where(got, step, -1)
-            self.confidence[rows] = best.confidence
+            self.ids[places] = torch.where(got, best.token, self.family.mask_id)
+            self.committed_at[places] = torch.where(got, step, -1)
+            self.confidence[places] = best.confidence
             return
         gone = change.cleared.flatten()[active.slots]
         columns = (
@@ -183,7 +183,7 @@ class Canvas:
             (self.confidence, best.confidence, 0),
         )
         for column, new, none in columns:
-            column[rows] = torch.where(got, new, column[rows].masked_fill(gone, none))
+            column[places] = torch.where(got, new, column[places].masked_fill(gone, none))
 
     def view(self, rows: Sequence[int], lengths: Sequence[int]) -> Packed:
         """The first `lengths` positions of these rows."""
