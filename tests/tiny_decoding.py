@@ -4,7 +4,9 @@ import dataclasses
 import random
 
 import torch
+from bwsft_kernels.block_grid import BlockGrid
 
+from bwsft.decoding.config import DecodeConfig
 from bwsft.models.backbone import Backbone
 from bwsft.models.llada import LladaConfig
 from bwsft.models.loading import new_backbone
@@ -34,6 +36,11 @@ def prompts_of(seed, lengths, low=3):
     """Random prompts; from `low` 0 on they hold end ids too, as those of earlier turns."""
     draw = random.Random(seed)
     return [[draw.randrange(low, MASK) for _ in range(length)] for length in lengths]
+
+
+def bounds_of(prompt_length: int, config: DecodeConfig, origin: str) -> list[tuple[int, int]]:
+    """[start, stop) of every block of a response, counted from the prompt's first token."""
+    return BlockGrid(config.block_size, origin).blocks(prompt_length, config.gen_length)
 
 
 def history(results):

@@ -8,10 +8,9 @@ from lib import harness, models, shapes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bwsft.decoding.canvas import Canvas
-from bwsft.decoding.config import DYNAMIC_RULES
+from bwsft.decoding.config import RULES, DecodeConfig
 from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.generate import decoding, denoise, generate
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.decoding.request import make_rows
 from bwsft.models.backbone import Backbone
 from bwsft.models.verifier import Verifier, new_verifier
@@ -149,10 +148,9 @@ def decode(problem: Problem, name: str) -> Decoded:
 def decode_by(problem: Problem, options: dict) -> Decoded:
     """Decode with these options of DecodeConfig."""
     config = problem.config(options)
-    asks = config.rule == "apd" and config.option("mixture") < 1
     found = generate(
         problem.model, problem.prompts, config, canvases=problem.canvases, trace=True,
-        verifier=problem.verifier if asks else None,
+        verifier=problem.verifier if config.method.needs_verifier else None,
     )  # fmt: skip
     tokens = torch.full((len(found), problem.wanted), -1)
     for row, result in enumerate(found):
@@ -203,9 +201,9 @@ def hollow_step(problem: Problem, options: tuple | None):
     canvas = Canvas.begin(rows, row.model.family, weight)
     with decoding(row.model, weight):
         context = DecodeContext.begin(row.model, config, canvas)
-        for step, turn in enumerate(rows[0].plan):
+        for step, planned in enumerate(rows[0].plan):
             before = canvas.ids.clone()
-            denoise(row.model, context, canvas, [turn], step)
+            denoise(context, canvas, [planned], step)
             canvas.ids.copy_(before)  # what it committed has no value; the plan counts its rows
     yield "decode"
 
@@ -233,5 +231,5 @@ def planned(name: str) -> tuple | None:
     options = EVERY[name]
     if options is None:
         return None
-    dynamic = options.get("rule") in DYNAMIC_RULES
+    dynamic = RULES[options.get("rule", "quota")].dynamic
     return tuple((k, v) for k, v in options.items() if k == "context" or not dynamic)

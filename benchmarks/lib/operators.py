@@ -3,9 +3,9 @@
 from lib.harness import CountOperators
 
 from bwsft.decoding.canvas import Canvas
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.generate import decoding, denoise, poll
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.decoding.request import make_rows
 from bwsft.models.llada import LladaConfig
 from bwsft.models.loading import new_backbone
@@ -19,9 +19,9 @@ def operators_per_step(model, prompts, config: DecodeConfig) -> list[int]:
     with decoding(model, weight):
         context = DecodeContext.begin(model, config, canvas)
         for step in range(len(rows[0].plan)):
-            turns = [row.plan[step] for row in rows]
+            planned = [row.plan[step] for row in rows]
             with CountOperators() as operators:
-                outcome = denoise(model, context, canvas, turns, step)
+                outcome = denoise(context, canvas, planned, step)
                 poll(canvas, outcome, outcome.nan, step + 1, config)
             counts.append(operators.count)
     return counts

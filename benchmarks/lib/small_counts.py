@@ -13,8 +13,8 @@ from lib.steps import MODES, Job, make_job
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bwsft.decoding import context as decode_context
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.cuda_graphs import GraphedPasses
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.models.loading import new_backbone
 
 CONTEXTS = ("exact", "cached", "prefix", "block_causal")

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from bwsft.commands.generate import summary
 from bwsft.data.records import Record
-from bwsft.decoding.generate import Commit, Generation, OnCommit, generate
+from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions, context_hint, training_config
 from bwsft.decoding.request import check_modes, check_request
+from bwsft.decoding.result import Commit, Generation, OnCommit
 
 HELP = """/quit            leave (so does the end of the input)
 /reset           forget the conversation
@@ -34,7 +34,7 @@ Ctrl-C           stop the answer
 A line that ends in \\ goes on in the next one."""
 SETTINGS = {"steps": "steps", "block": "block_size", "seed": "seed", "context": "context"}
 MASK = "░"
-# A token's colour by the steps since it was committed; older ones have the terminal's own.
+# A token's color by the steps since it was committed; older ones have the terminal's own.
 AGES = ("bold black on bright_green", "bright_green", "green")
 # What a model writes must not move the cursor: all control characters but tab and line feed.
 VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
@@ -96,7 +96,7 @@ def respond(conversation: Conversation, shell: Plain | Terminal, question: str) 
         shell.note(f"[{dropped} old turns no longer fit the model's {positions:,} positions]")
     began = time.perf_counter()
     generation = shell.answer(conversation, prompt)
-    shell.note(f"{summary(generation)} {time.perf_counter() - began:.1f} s")
+    shell.note(f"{generation.summary()} {time.perf_counter() - began:.1f} s")
     conversation.keep(question, conversation.decoder.text(generation.tokens), dropped)
 
 
@@ -113,7 +113,7 @@ class Conversation:
     """Number of the next answer, which its noise depends on."""
 
     def prompt(self, question: str) -> tuple[list[int], int]:
-        """Prompt ids of a question behind the turns that fit, and how many old ones do not.
+        """Prompt ids of a question after the turns that fit, and how many old ones do not.
         ValueError if the question alone is too long."""
         template, config = self.decoder.template, self.decoder.config
         family = self.decoder.trained.backbone.family

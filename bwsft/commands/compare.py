@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from rich.console import Console
 from rich.table import Table
 
-from bwsft.decoding.generate import Generation
+from bwsft.decoding.config import RULES, ContextMode
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.result import Generation
 from bwsft.evaluation.answer_files import Output, join, read_references
 from bwsft.evaluation.math_equality import MathVerifier
 from bwsft.evaluation.pass_at_1 import score, summarise
@@ -100,13 +101,15 @@ def run_compare(options: CompareOptions) -> int:
 def check(options: CompareOptions) -> list[str]:
     """The modes; ValueError for options that compare nothing."""
     modes = [mode.strip() for mode in options.modes.split(",")]
-    known = ("exact", "cached", "prefix", "block_causal")
+    known = get_args(ContextMode)
     if unknown := [mode for mode in modes if mode not in known]:
         raise ValueError(f"--modes has {unknown[0]!r}: choose from {', '.join(known)}")
     if len(set(modes)) < len(modes) or len(modes) < 2:
         raise ValueError("--modes needs at least two modes, each once")
-    if options.rule == "apd":
-        raise ValueError("rule apd decodes under context exact alone: there is nothing to compare")
+    if only := getattr(RULES.get(options.rule), "only_context", None):
+        raise ValueError(
+            f"rule {options.rule} decodes under context {only} alone: there is nothing to compare"
+        )
     if options.context is not None:
         raise ValueError("--context is what --modes compares: leave it out")
     for name, value in (("refresh", 0), ("cfg_scale", 0.0), ("suffix", "all")):

@@ -22,8 +22,9 @@ from bwsft.checkpoints.resolve import Trained, load_trained
 from bwsft.commands.trace import unmasking
 from bwsft.data import dataset as d
 from bwsft.data import word_problems as wordproblems
-from bwsft.decoding.generate import Generation, decode_stream
-from bwsft.decoding.plan import DecodeConfig
+from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.generate import decode_stream
+from bwsft.decoding.result import Generation
 from bwsft.evaluation import answers as scoring
 
 TEST_SEED = 1  # another seed than the training data's, and another split

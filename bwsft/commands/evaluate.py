@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder
-from bwsft.evaluation.pass_at_1 import Decoded, EvaluateOptions, evaluate
+from bwsft.decoding.result import Decoded
+from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bwsft.commands.result_file import ResultFile
-from bwsft.decoding.generate import Generation
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.result import Generation
 from bwsft.evaluation.answer_files import QUESTION_FIELDS, read_records
 
 RECORDS = (".jsonl", ".ndjson", ".json")
@@ -55,7 +55,7 @@ def run_generate(options: GenerateOptions) -> int:
             out.append(index, answer_record(text, generation))
         if options.prompt is not None:
             print(text)
-            print(summary(generation), file=sys.stderr)
+            print(generation.summary(), file=sys.stderr)
     if out:
         print(f"{len(questions)} answers: {options.out}", file=sys.stderr)
     return 0
@@ -121,8 +121,3 @@ def answer_record(text: str, generation: Generation) -> dict:
         "truncated": not generation.ended,
         "steps": generation.steps,
     }
-
-
-def summary(generation: Generation) -> str:
-    ending = "" if generation.ended else "; no end token, so --gen-length may be too short"
-    return f"[{len(generation.tokens)} tokens in {generation.steps} steps{ending}]"

@@ -31,7 +31,7 @@ class TraceOptions:
     line: int = 1
     """Which answer of the file."""
     png: Path | None = None
-    """Heat map of position x step, coloured by confidence."""
+    """Heat map of position x step, colored by confidence."""
 
 
 def run_trace(options: TraceOptions) -> int:
@@ -84,7 +84,7 @@ def unmasking(
     last = max(step_of.values(), default=1) or 1
     text = Text()
     for position in places:
-        if position and position % block_size == 0:
+        if position in block_edges(block_size, LARGEST):
             text.append("│", style="dim")
         if position not in step_of:
             text.append("·", style="dim")
@@ -96,6 +96,11 @@ def unmasking(
         text.append(piece, style=f"rgb({shade},{shade},255) bold")
         text.append(f"{step_of[position] + 1} ".translate(SUBSCRIPTS), style="dim")
     return text
+
+
+def block_edges(block_size: int, length: int) -> range:
+    """Positions where a block starts after another (BlockGrid's, which would import torch)."""
+    return range(block_size, length, block_size)
 
 
 def summary(commits: Sequence[tuple]) -> str:
@@ -130,9 +135,9 @@ def draw(record: dict, path: Path) -> None:
     axes = figure.subplots()
     corners = (-0.5, record["gen_length"] - 0.5, len(rows) + 0.5, 0.5)  # steps count from 1
     look = {"vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
-    colours = colormaps["viridis"].with_extremes(bad="0.9")
-    image = axes.imshow(rows, extent=corners, cmap=colours, **look)
-    for edge in range(record["block_size"], record["gen_length"], record["block_size"]):
+    colors = colormaps["viridis"].with_extremes(bad="0.9")
+    image = axes.imshow(rows, extent=corners, cmap=colors, **look)
+    for edge in block_edges(record["block_size"], record["gen_length"]):
         axes.axvline(edge - 0.5, color="black", linewidth=0.8)
     axes.set_xlabel("response position (lines: blocks)")
     axes.set_ylabel("denoising step")

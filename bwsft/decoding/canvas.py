@@ -1,26 +1,37 @@
-"""The rows that are being decoded, packed, with what the host knows of each of them.
+"""The sequences that are being decoded, packed, with what the host knows of each of them.
 
-T packed tokens, S rows, G gen_length, P steps, B slots of an active block, N of them for the head.
+T packed tokens, S sequences, G gen_length, P steps, B slots of an active block, N of them that are
+projected to logits.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
-from bwsft.decoding.plan import DecodeConfig, PlannedStep, final_rows
+from bwsft.decoding.plan import PlannedStep
 from bwsft.models.backbone import Family
 from bwsft.models.kv_cache import Span
+
+if TYPE_CHECKING:
+    from bwsft.decoding.rules import Rule
 
 
 def upload(values: Sequence, device: torch.device) -> Tensor:
     """A tensor of host numbers, sent without waiting for the device."""
     return torch.tensor(values).to(device, non_blocking=True)
+
+
+def span_of(starts: Sequence[int], stops: Sequence[int], device: torch.device) -> Span:
+    """The positions of every sequence from its start to before its stop."""
+    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    start, length = upload([*zip(starts, sizes, strict=True)], device).unbind(1)
+    return Span(start, length, max(sizes), even=min(sizes) == max(sizes))
 
 
 @dataclass(frozen=True)
@@ -37,21 +48,6 @@ class Row:
     def length(self) -> int:
         return len(self.prompt) + len(self.response)
 
-    def following(
-        self, turn: PlannedStep, step: int, committed: int | None, edited: bool = False
-    ) -> PlannedStep | None:
-        """The row's step number `step`, after `turn`; None if nothing is left. Where only the
-        device knew (a dynamic rule): how many [MASK]s `turn` filled, and whether it replaced a
-        token."""
-        if committed is None:
-            return self.plan[step] if step < len(self.plan) else None
-        left, number = turn.masked - committed, turn.number + 1
-        if left:
-            return dataclasses.replace(turn, masked=left, number=number)
-        if turn.spare and (edited or turn.masked):
-            return dataclasses.replace(turn, masked=0, number=number, spare=turn.spare - 1)
-        return next((later for later in self.plan if later.start > turn.start), None)
-
 
 class Packed(NamedTuple):
     """Packed rows as a backbone takes them."""
@@ -66,20 +62,28 @@ class Packed(NamedTuple):
 class Active:
     """The active blocks of a step. A short block repeats its last position."""
 
-    turns: list[PlannedStep]
+    planned: list[PlannedStep]
     block: Span
     quota: Tensor | None  # [S], see PlannedStep; None: a dynamic rule
     flat: Tensor  # [S, B] places in the packed canvas
     masked: Tensor  # [S, B] bool, without repeats
-    asked: Tensor  # [S, B] bool: slots that meet the head
+    asked: Tensor  # [S, B] bool: slots that are projected to logits
     slots: Tensor  # [N] of them in the flattened blocks
-    rows: Tensor  # [N] and in the packed canvas
+    places: Tensor  # [N] and in the packed canvas
     key: tuple[Tensor, Tensor, Tensor]  # request, step and position [N], which noise depends on
+    early: Tensor | None  # [N] bool: no end token may be there yet
 
     def rectangle(self, values: Tensor, none: float = -torch.inf) -> Tensor:
         """Values [N] in their slots [S, B]."""
         empty = values.new_full((self.masked.numel(),), none)
         return empty.index_copy_(0, self.slots, values).view_as(self.masked)
+
+
+class Change(NamedTuple):
+    """What becomes of the slots [S, B] of the active blocks, bool."""
+
+    taken: Tensor  # they get the token that was chosen
+    cleared: Tensor | None = None  # they become [MASK]; None: no token is ever taken back
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,7 @@ class Canvas:
     plan: Tensor | None  # [S, P, 3]: start, stop and quota of every step; None: a dynamic rule
 
     @classmethod
-    def begin(
-        cls, rows: list[Row], family: Family, like: Tensor, dynamic: bool = False
-    ) -> Canvas:
+    def begin(cls, rows: list[Row], family: Family, like: Tensor, dynamic: bool = False) -> Canvas:
         """Every row's prompt and response; on the device of `like`, confidences in its dtype or
         float32."""
         ids = torch.tensor([i for r in rows for i in r.prompt + r.response], device=like.device)
@@ -134,37 +136,54 @@ class Canvas:
         columns = tuple(pick(x) for x in (self.ids, self.committed_at, self.confidence))
         return self.of([self.rows[i] for i in kept], self.family, columns, self.plan is None)
 
-    def active(self, turns: list[PlannedStep], step: int) -> tuple[Span, Tensor | None]:
+    def active(self, planned: list[PlannedStep], step: int) -> tuple[Span, Tensor | None]:
         """The active blocks, and the quotas [S] of step number `step` (None: a dynamic rule)."""
-        sizes = [turn.stop - turn.start for turn in turns]
-        width = max(sizes)
-        if self.plan is not None:
-            start, stop, quota = self.plan[:, step].unbind(1)
-        else:
-            bounds = upload([(turn.start, turn.stop) for turn in turns], self.ids.device)
-            (start, stop), quota = bounds.unbind(1), None
-        return Span(start, stop - start, width, even=min(sizes) == width), quota
+        if self.plan is None:
+            starts, stops = [p.start for p in planned], [p.stop for p in planned]
+            return span_of(starts, stops, self.ids.device), None
+        sizes = [p.stop - p.start for p in planned]
+        start, stop, quota = self.plan[:, step].unbind(1)
+        return Span(start, stop - start, max(sizes), even=min(sizes) == max(sizes)), quota
 
-    def look(self, turns: list[PlannedStep], step: int, config: DecodeConfig) -> Active:
+    def look(self, planned: list[PlannedStep], step: int, rule: Rule) -> Active:
         """The active blocks before a step. Reads nothing back from the device: the host knows how
         many slots are asked for."""
-        block, quota = self.active(turns, step)
+        block, quota = self.active(planned, step)
         flat = block.flat(self.cu_seqlens)
         masked = self.ids[flat] == self.family.mask_id
         asked = masked
-        if config.revising:  # what was committed counts too, and what was given does not
+        if rule.revising:  # what was committed counts too, and what was given does not
             asked = masked | (self.committed_at[flat] >= 0)
         if not block.even:
             masked = masked & ~block.repeats()
-            asked = asked & ~block.repeats() if config.revising else masked
-        size = sum(turn.asked for turn in turns)
+            asked = asked & ~block.repeats() if rule.revising else masked
+        size = sum(p.asked for p in planned)
         slots = asked.flatten().nonzero_static(size=size).squeeze(1)
-        rows = flat.flatten()[slots]
-        # A window of apd slides: what a position draws must not depend on when it is drafted.
-        noise_step = torch.full_like(rows, 0 if config.rule == "apd" else step)
-        position = block.positions().flatten()[slots]
-        key = (self.requests[slots // block.width], noise_step, position)
-        return Active(turns, block, quota, flat, masked, asked, slots, rows, key)
+        places = flat.flatten()[slots]
+        noise_step = torch.full_like(places, step if rule.step_noise else 0)
+        position, owner = block.positions().flatten()[slots], slots // block.width
+        key, early = (self.requests[owner], noise_step, position), None
+        if rule.config.min_length:
+            prompt = self.cu_seqlens.diff() - rule.config.gen_length
+            early = position - prompt[owner] < rule.config.min_length
+        return Active(planned, block, quota, flat, masked, asked, slots, places, key, early)
+
+    def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
+        """Each of the N slots gets its token, becomes [MASK] or stays what it was."""
+        places, got = active.places, change.taken.flatten()[active.slots]
+        if change.cleared is None:
+            self.ids[places] = torch.where(got, best.token, self.family.mask_id)
+            self.committed_at[places] = torch.where(got, step, -1)
+            self.confidence[places] = best.confidence
+            return
+        gone = change.cleared.flatten()[active.slots]
+        columns = (
+            (self.ids, best.token, self.family.mask_id),
+            (self.committed_at, step, -1),
+            (self.confidence, best.confidence, 0),
+        )
+        for column, new, none in columns:
+            column[places] = torch.where(got, new, column[places].masked_fill(gone, none))
 
     def view(self, rows: Sequence[int], lengths: Sequence[int]) -> Packed:
         """The first `lengths` positions of these rows."""
@@ -182,15 +201,19 @@ class Canvas:
             max(lengths),
         )
 
-    def responses(self, gen_length: int) -> Tensor:
-        """Response canvas [S, G] of every row."""
-        first = self.cu_seqlens[1:].long() - gen_length
-        return self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
-
     def final(self, gen_length: int) -> Tensor:
-        """Rows [S] whose text can't change any more."""
+        """Sequences [S] whose text can't change any more."""
+        first = self.cu_seqlens[1:].long() - gen_length
+        responses = self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
         ends = upload(self.family.end_ids, self.ids.device)
-        return final_rows(self.responses(gen_length), self.family.mask_id, ends)
+        return final_rows(responses, self.family.mask_id, ends)
+
+
+def final_rows(canvas: Tensor, mask_id: int, end_ids: Tensor) -> Tensor:
+    """Rows [S] of response canvases [S, G] whose text is final: they have an end token with no
+    [MASK] before it. Committed tokens never change, so what follows cannot matter."""
+    mask_before = (canvas == mask_id).cumsum(1) > 0
+    return (torch.isin(canvas, end_ids) & ~mask_before).any(1)
 
 
 def plan_table(rows: list[Row]) -> Tensor:

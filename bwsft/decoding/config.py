@@ -1,95 +1,184 @@
-"""The transfer rules of the decoder, and which options belong to which of them."""
+"""How a canvas is filled: the settings of decoding, and the list of the transfer rules."""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
 
-if TYPE_CHECKING:
-    from bwsft.decoding.plan import DecodeConfig
+from bwsft.decoding.adaptive_parallel import AdaptiveParallel
+from bwsft.decoding.dynamic import Entropy, Factor, Threshold
+from bwsft.decoding.revising import Edit, Rcr, Routed
+from bwsft.decoding.rules import FirstHitting, Quota, Rule
 
-Rule = Literal[
-    "quota", "threshold", "factor", "entropy", "first_hitting", "routed", "rcr", "edit", "apd"
-]
-RULES = get_args(Rule)
-# How many tokens a step commits depends on the model.
-DYNAMIC_RULES = ("threshold", "factor", "entropy", "edit", "apd")
-# Field -> the rules that it belongs to, and its value there if none is given. Sources: threshold
-# and factor, Fast-dLLM (arXiv:2505.22618); entropy, SDAR's bound with the full entropy; mixture and
-# lookahead, the released scripts of Adaptive Parallel Decoding; post_steps, LLaDA2.1's.
-OPTIONS = {
-    "steps": (("quota", "first_hitting", "routed", "rcr"), None),
-    "threshold": (("threshold", "edit"), 0.9),
-    "factor": (("factor",), 1.0),
-    "entropy_bound": (("entropy",), 0.35),
-    "clip": (("first_hitting",), None),
-    "schedule": (("routed",), "linear"),
-    "revise": (("routed",), "never"),
-    "order_noise": (("routed",), 0.0),
-    "edit_threshold": (("edit",), 0.9),
-    "post_steps": (("edit",), 16),
-    "mixture": (("apd",), 0.7),
-    "lookahead": (("apd",), 100),
-    "kv_window": (("apd",), None),
-}
-BOUNDS = {"threshold": "threshold", "factor": "factor", "entropy": "entropy_bound",
-          "edit": "threshold"}  # fmt: skip
-# Rules that have an order of their own.
-ORDERS = {
-    "factor": "confidence", "entropy": "entropy", "first_hitting": "hitting times",
-    "routed": "confidence", "rcr": "confidence", "apd": "position",
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule
+    for rule in (
+        Quota, Threshold, Factor, Entropy, FirstHitting, Routed, Rcr, Edit, AdaptiveParallel
+    )
 }  # fmt: skip
-CHOICES = {
-    "schedule": ("linear", "cosine"),
-    "revise": ("never", "cond", "uncond"),
-    "order": ("confidence", "margin", "entropy", "random", "left"),
-}
+RuleName = Literal[tuple(RULES)]
+ContextMode = Literal["exact", "cached", "prefix", "block_causal"]
+Schedule = Literal["linear", "cosine"]
+Revise = Literal["never", "cond", "uncond"]
+Order = Literal["confidence", "margin", "entropy", "random", "left"]
 
 
-def check_rule(config: DecodeConfig) -> None:
-    """ValueError, naming the field, for a rule or an option of a rule that can't be."""
-    if config.rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, not {config.rule!r}")
-    for name, (rules, _) in OPTIONS.items():
-        value = getattr(config, name)
-        if value is not None and config.rule not in rules:
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """What a user may say of decoding; the options of a rule (bwsft/decoding/rules.py and those
+    after it) are None where the rule's default holds."""
+
+    gen_length: int | None = None
+    """Response positions of the canvas; default: the model's training, else 128."""
+    block_size: int | None = None
+    """Tokens in a block; default: the model's training, else 32."""
+    context: ContextMode | None = None
+    """Context mode; default: the one the model was trained in, exact for a foreign model."""
+    refresh: int = 0
+    """Recompute the context of a block every so many steps (cached, prefix); 0: on entering it."""
+    steps: int | None = None
+    """Denoising steps for the whole canvas; default: one per token. Rules with planned steps."""
+    rule: RuleName = "quota"
+    """Which tokens a step commits (docs/decoders.md): an even share, all that the model is sure
+    of, ..."""
+    threshold: float | None = None
+    """Rules threshold, edit: least confidence; default 0.9."""
+    factor: float | None = None
+    """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
+    entropy_bound: float | None = None
+    """Rule entropy: sum of the committed tokens' entropies in nats; default 0.35."""
+    clip: tuple[float, float] | None = None
+    """Rule first_hitting: mask rates that the model was trained with; default: one token a step."""
+    schedule: Schedule | None = None
+    """Rule routed: share of [MASK]s after each step; default linear."""
+    revise: Revise | None = None
+    """Rule routed: whether committed tokens may become [MASK] again; default never."""
+    order_noise: float | None = None
+    """Rule routed: Gumbel noise on the order of the tokens, times this; default 0."""
+    edit_threshold: float | None = None
+    """Rule edit: least confidence for replacing a token; default 0.9."""
+    post_steps: int | None = None
+    """Rule edit: most steps of a block after its last [MASK]; default 16."""
+    mixture: float | None = None
+    """Rule apd: weight R of the model's logits, the verifier has the rest; default 0.7."""
+    lookahead: int | None = None
+    """Rule apd: positions M that are drafted in a step; default 100."""
+    kv_window: int | None = None
+    """Rule apd: a step computes the last draft and W - 1 positions before it anew; default: all."""
+    order: Order | None = None
+    """Which tokens go first; default: confidence, under rule entropy entropy."""
+    cfg_scale: float = 0.0
+    """Classifier-free guidance away from the answer without a prompt (exact); twice the cost."""
+    min_length: int = 0
+    """No end token before so many tokens."""
+    suffix: int | Literal["all", "absent"] = "all"
+    """[MASK] positions after the active block that the model sees (exact, prefix)."""
+    temperature: float = 0.0
+    """0: the most probable token at every step; above: samples."""
+    seed: int = 0
+    """Seed of the samples; an answer does not depend on batch size or on the other prompts."""
+    batch_size: int = 8
+    """Prompts decoded together."""
+    graphs: bool = False
+    """CUDA: launch each forward of a step as one recorded graph."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig(DecodeSettings):
+    """How a canvas is filled. ValueError, naming the field, for values that fill no canvas."""
+
+    gen_length: int = 128
+    block_size: int = 32  # must divide gen_length
+    _: KW_ONLY
+    context: ContextMode = "exact"
+    banned_ids: tuple[int, ...] = ()
+    """Token ids that are never produced; they leave the confidence's softmax too."""
+    stop_at_end: bool = True
+    """A sequence is done once an end token is committed with no [MASK] before it."""
+    poll: int = 1
+    """Steps between two looks at which sequences are done, each of which waits for the device.
+    Rules with planned steps; the dynamic ones look in every step, those that revise at the end of
+    every block. No result depends on it."""
+
+    def __post_init__(self) -> None:
+        for name in ("clip", "banned_ids"):  # as YAML and JSON have them
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("gen_length", "block_size", "batch_size", "poll"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.gen_length % self.block_size:
             raise ValueError(
-                f"{name} belongs to rule {' or '.join(rules)}, and the rule is {config.rule}"
+                f"block_size {self.block_size} must divide gen_length {self.gen_length}; try "
+                f"gen_length {math.ceil(self.gen_length / self.block_size) * self.block_size}"
             )
+        blocks = self.gen_length // self.block_size
+        if self.steps is not None and (self.steps < blocks or self.steps % blocks):
+            raise ValueError(
+                f"steps {self.steps} must be a multiple of the number of blocks, {blocks} "
+                "(gen_length / block_size): every block gets the same number"
+            )
+        for name in ("temperature", "refresh", "cfg_scale"):
+            self._check_positive(name)
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be in [0, 2^63), not {self.seed}")
+        if not 0 <= self.min_length <= self.gen_length:
+            raise ValueError(f"min_length must be in [0, gen_length], not {self.min_length}")
+        self._check_rule()
+        self._check_context()
+
+    def _check_rule(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(RULES)}, not {self.rule!r}")
+        owners: dict[str, list[str]] = {}
+        for rule in RULES.values():
+            for name in rule.options():
+                owners.setdefault(name, []).append(rule.name)
+        for name, rules in owners.items():
+            value = getattr(self, name)
+            if value is not None and self.rule not in rules:
+                raise ValueError(
+                    f"{name} belongs to rule {' or '.join(rules)}, and the rule is {self.rule}"
+                )
+            self._check_positive(name)
+        for name, choices in (("schedule", Schedule), ("revise", Revise), ("order", Order)):
+            self._check_choice(name, choices)
+        self.method.check()
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
         if isinstance(value, int | float) and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be 0 or positive, not {value}")
-    for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        if value not in (None, *choices):
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-    own = ORDERS.get(config.rule, config.order)
-    if config.order not in (None, own):
-        raise ValueError(f"rule {config.rule} goes by {own}: leave order out")
-    if config.clip is not None:
-        check_clip(config)
-    if config.rule == "apd":
-        check_apd(config)
 
+    def _check_choice(self, name: str, choices: object) -> None:
+        value = getattr(self, name)
+        if value not in (None, *get_args(choices)):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
 
-def check_clip(config: DecodeConfig) -> None:
-    pair = isinstance(config.clip, tuple | list) and len(config.clip) == 2
-    if not pair or not 0 <= config.clip[0] < config.clip[1] <= 1:
-        raise ValueError(f"clip must be two rising numbers in [0, 1], not {config.clip}")
-    if config.steps is not None:
-        raise ValueError("clip and steps both say which tokens share a step: give one")
+    def _check_context(self) -> None:
+        self._check_choice("context", ContextMode)
+        if self.refresh and self.context not in ("cached", "prefix"):
+            raise ValueError(f"refresh is for context cached and prefix, not {self.context}")
+        if self.cfg_scale and self.context != "exact":
+            raise ValueError(f"cfg_scale needs context exact, not {self.context}")
+        whole = self.suffix == "all"
+        if not (whole or self.suffix == "absent" or isinstance(self.suffix, int)):
+            raise ValueError(f"suffix must be all, absent or a number, not {self.suffix!r}")
+        if isinstance(self.suffix, int) and self.suffix < 0:
+            raise ValueError(f"suffix must be all, absent or a number from 0, not {self.suffix}")
+        if not whole and self.context not in ("exact", "prefix"):
+            raise ValueError(
+                f"suffix is for context exact and prefix: {self.context} decodes as it was trained"
+            )
 
+    @functools.cached_property
+    def method(self) -> Rule:
+        """The rule, with its options."""
+        return RULES[self.rule].of(self)
 
-def check_apd(config: DecodeConfig) -> None:
-    for name in ("lookahead", "kv_window"):
-        if getattr(config, name) == 0:
-            raise ValueError(f"{name} must be at least 1, not 0")
-    if config.option("mixture") > 1:
-        raise ValueError(f"mixture must lie in [0, 1], not {config.mixture}")
-    if config.context != "exact":
-        raise ValueError(
-            f"rule apd needs context exact, not {config.context}: its own cache is kv_window"
-        )
-    if config.graphs:
-        raise ValueError("rule apd runs other shapes in every step: leave graphs out")
-    if config.cfg_scale:
-        raise ValueError("rule apd mixes the logits of two models already: leave cfg_scale out")
+    @property
+    def suffix_window(self) -> int:
+        """Present positions after the active block."""
+        return {"all": self.gen_length, "absent": 0}.get(self.suffix, self.suffix)

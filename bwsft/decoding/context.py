@@ -2,30 +2,36 @@
 
 exact         every step runs the whole canvas
 cached        on entering a block one pass over the whole canvas, which is its first denoising step
-              and stores all keys and values; then the active rows run alone against those
-prefix        as cached, but the suffix is recomputed with the active rows
+              and stores all keys and values; then the block runs alone against those
+prefix        as cached, but the suffix is recomputed with the block
 block_causal  the prompt runs once; a block sees the prompt, the blocks before it and itself; when
               it is finished, one pass with its final tokens stores its keys and values. In a
               block-causal family the prompt has blocks too: its tail, which shares the first
               block of the response, runs with that block
 
-S rows, T packed tokens, W width of the active blocks, D hidden size.
+S sequences, T packed tokens, W width of the active blocks, D hidden size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
+from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from bwsft.decoding.canvas import Canvas, Packed, upload
+from bwsft.decoding.canvas import Canvas, Packed, span_of, upload
 from bwsft.decoding.cuda_graphs import GraphedPasses, graphed
-from bwsft.decoding.plan import DecodeConfig, PlannedStep, block_bounds
+from bwsft.decoding.plan import PlannedStep
 from bwsft.models.backbone import Backbone
 from bwsft.models.block_masks import PAD, block_causal_mask, grid_numbers
 from bwsft.models.kv_cache import ContextCache, Span
+
+if TYPE_CHECKING:
+    from bwsft.decoding.config import DecodeConfig
+    from bwsft.models.verifier import Verifier
 
 
 @dataclass
@@ -42,7 +48,9 @@ class DecodeContext:
     blocks: list[dict[int, int]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, model: Backbone, config: DecodeConfig, canvas: Canvas) -> DecodeContext:
+    def begin(
+        cls, model: Backbone, config: DecodeConfig, canvas: Canvas, verifier: Verifier | None = None
+    ) -> DecodeContext:
         rows, cache = canvas.rows, None
         if config.context != "exact":
             cache = model.new_cache(len(rows), max(row.length for row in rows))
@@ -61,39 +69,37 @@ class DecodeContext:
             self.stored = [self.stored[i] for i in kept]
             self.blocks = [self.blocks[i] for i in kept]
 
-    def hidden(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
-        """The rows that predict the tokens of the active blocks, [S * W, D]."""
+    def hidden(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+        """The hidden states that predict the tokens of the active blocks, [S * W, D]."""
         if self.config.context == "exact":
-            return self.exact(canvas, turns, block)
+            return self.exact(canvas, planned, block)
         if self.config.context == "block_causal":
             if not self.blocks:
                 self.prefill(canvas)
-            self.store_finished(canvas, turns)
-            return self.block_pass(canvas, turns, block)
-        every, lengths = self.config.refresh, self.lengths(canvas, turns)
-        entering = [t.number == 0 or bool(every) and t.number % every == 0 for t in turns]
+            self.store_finished(canvas, planned)
+            return self.block_pass(canvas, planned, block)
+        every, lengths = self.config.refresh, self.lengths(canvas, planned)
+        entering = [p.number == 0 or bool(every) and p.number % every == 0 for p in planned]
         parts = []
         if enter := [i for i, e in enumerate(entering) if e]:
             parts.append((enter, self.context_pass(canvas, enter, lengths, block)))
         if rest := [i for i, e in enumerate(entering) if not e]:
-            if self.config.context == "prefix":
-                parts.append((rest, self.suffix_pass(canvas, rest, block, turns, lengths)))
-            else:
-                parts.append((rest, self.active_pass(canvas, rest, block, lengths)))
-        return joined(parts, len(turns), block.width)
+            starts = [step.start for step in planned]
+            parts.append((rest, self.rest_pass(canvas, rest, starts, lengths, block)))
+        return joined(parts, len(planned), block.width)
 
-    def lengths(self, canvas: Canvas, turns: list[PlannedStep]) -> list[int]:
+    def lengths(self, canvas: Canvas, planned: list[PlannedStep]) -> list[int]:
         """Positions of every row that are present."""
         window = self.config.suffix_window
         return [
-            min(turn.stop + window, row.length)
-            for turn, row in zip(turns, canvas.rows, strict=True)
+            min(step.stop + window, row.length)
+            for step, row in zip(planned, canvas.rows, strict=True)
         ]
 
-    def exact(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
-        everyone, scale = list(range(len(turns))), self.config.cfg_scale
+    def exact(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+        everyone, scale = list(range(len(planned))), self.config.cfg_scale
         self.count(everyone, 2 if scale else 1)
-        view = canvas.view(everyone, self.lengths(canvas, turns))
+        view = canvas.view(everyone, self.lengths(canvas, planned))
         wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
         if scale:
             view, wanted = with_blind_rows(view, wanted, canvas, self.model.family.mask_id)
@@ -115,37 +121,25 @@ class DecodeContext:
         wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
         return self.model.fill(view, cache, wanted)
 
-    def active_pass(
-        self, canvas: Canvas, rows: list[int], block: Span, visible: list[int]
-    ) -> Tensor:
-        """Run the active blocks of some rows, which see the first `visible` slots of each row."""
-        cache, block = self.part(rows, block)
-        return self.span_pass(canvas, rows, block, cache, visible)
-
-    def block_pass(self, canvas: Canvas, turns: list[PlannedStep], block: Span) -> Tensor:
+    def block_pass(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
         """block_causal: the active blocks see what is stored and themselves, of the first one also
         the prompt's tail."""
-        everyone, stops = list(range(len(turns))), [turn.stop for turn in turns]
-        sizes = [stop - stored for stop, stored in zip(stops, self.stored, strict=True)]
-        if sizes == [turn.stop - turn.start for turn in turns]:
-            return self.active_pass(canvas, everyone, block, stops)
-        bounds = upload([*zip(self.stored, sizes, strict=True)], block.start.device)
-        span = Span(*bounds.unbind(1), max(sizes), even=min(sizes) == max(sizes))
-        return self.span_pass(canvas, everyone, span, self.cache, stops, span.places_of(block))
+        everyone, stops, span = list(range(len(planned))), [step.stop for step in planned], block
+        if self.stored != [step.start for step in planned]:
+            span = span_of(self.stored, stops, block.start.device)
+        wanted = None if span is block else span.places_of(block)
+        return self.span_pass(canvas, everyone, span, self.cache, stops, wanted)
 
-    def suffix_pass(
-        self,
-        canvas: Canvas,
-        rows: list[int],
-        block: Span,
-        turns: list[PlannedStep],
-        lengths: list[int],
+    def rest_pass(
+        self, canvas: Canvas, rows: list[int], starts: list[int], lengths: list[int], block: Span
     ) -> Tensor:
-        """As `active_pass`, but all behind the block runs too, up to `lengths` of every row."""
+        """cached: run the active blocks of some rows, which see the first `lengths` positions of
+        each. prefix: all after the block runs too."""
         cache, block = self.part(rows, block)
-        sizes = [lengths[i] - turns[i].start for i in rows]
-        stop = upload([lengths[i] for i in rows], block.start.device)
-        span = Span(block.start, stop - block.start, max(sizes), even=min(sizes) == max(sizes))
+        if self.config.context == "cached":
+            return self.span_pass(canvas, rows, block, cache, lengths)
+        stops = [lengths[i] for i in rows]
+        span = span_of([starts[i] for i in rows], stops, block.start.device)
         return self.span_pass(canvas, rows, span, cache, lengths, span.places_of(block))
 
     def span_pass(
@@ -187,10 +181,11 @@ class DecodeContext:
         """block_causal: store the prompts, each bidirectional in itself, as in training; of a
         block-causal family their whole blocks, which see no later ones."""
         family, size = self.model.family, self.config.block_size
+        grid = BlockGrid(size, family.block_origin)
         self.stored = [len(row.prompt) for row in canvas.rows]
-        bounds = [block_bounds(n, self.config, family.block_origin) for n in self.stored]
+        bounds = [grid.blocks(n, self.config.gen_length) for n in self.stored]
         if family.attention == "block_causal":
-            self.stored = [n - n % size for n in self.stored]
+            self.stored = [BlockGrid(size, "absolute").start(n) for n in self.stored]
         self.blocks = [
             {start: first[0][1], **dict(first[1:])}
             for start, first in zip(self.stored, bounds, strict=True)
@@ -208,18 +203,16 @@ class DecodeContext:
             last = view.cu_seqlens[1:, None].long() - 1  # what comes out is not used
             self.model.fill(view, self.cache_of(rows), last)
 
-    def store_finished(self, canvas: Canvas, turns: list[PlannedStep]) -> None:
+    def store_finished(self, canvas: Canvas, planned: list[PlannedStep]) -> None:
         """block_causal: store the blocks before the active ones, with their final tokens."""
         while True:
             stops = [blocks[n] for blocks, n in zip(self.blocks, self.stored, strict=True)]
-            if not (rows := [i for i, turn in enumerate(turns) if stops[i] <= turn.start]):
+            if not (rows := [i for i, step in enumerate(planned) if stops[i] <= step.start]):
                 return
-            sizes = [stops[i] - self.stored[i] for i in rows]
-            bounds = upload([(self.stored[i], stops[i]) for i in rows], canvas.ids.device)
-            start, stop = bounds.unbind(1)
-            block = Span(start, stop - start, max(sizes), even=min(sizes) == max(sizes))
-            # Keys and values are all that counts: one row through the rest of the last layer.
-            first = torch.arange(len(rows), device=start.device)[:, None] * block.width
+            starts, ends = zip(*((self.stored[i], stops[i]) for i in rows), strict=True)
+            block = span_of(starts, ends, canvas.ids.device)
+            # Keys and values are all that counts: one token through the rest of the last layer.
+            first = torch.arange(len(rows), device=canvas.ids.device)[:, None] * block.width
             self.span_pass(canvas, rows, block, self.cache_of(rows), stops, first)
             for i in rows:
                 self.stored[i] = stops[i]
@@ -245,7 +238,7 @@ def joined(parts: list[tuple[list[int], Tensor]], num_rows: int, width: int) -> 
 def with_blind_rows(
     view: Packed, wanted: Tensor, canvas: Canvas, mask_id: int
 ) -> tuple[Packed, Tensor]:
-    """The rows, and behind them the same rows with their prompts masked; the wanted rows of both.
+    """The rows, and after them the same rows with their prompts masked; the wanted rows of both.
     Given tokens of the response stay."""
     prompts = upload([len(row.prompt) for row in canvas.rows], view.ids.device)
     owner = torch.repeat_interleave(

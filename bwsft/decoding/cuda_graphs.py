@@ -5,7 +5,7 @@ a step come back step after step, so a forward is recorded once, on buffers that
 are, and replayed: what changes is copied into the buffers first. The head and the choice of tokens,
 about a hundred launches, stay outside; the host issues them while the graph runs.
 
-S rows, W width of a span, T packed tokens, D hidden size.
+S sequences, W width of a span, T packed tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -31,21 +31,6 @@ MOST_KEPT = 128
 
 
 @dataclass
-class Recorded:
-    """A forward on buffers of its own."""
-
-    inputs: dict[str, Tensor]
-    replay: Callable[[], Any]
-    output: Tensor  # written by every replay
-
-    def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
-        for name, value in inputs.items():
-            self.inputs[name].copy_(value)
-        self.replay()
-        return self.output
-
-
-@dataclass
 class GraphedPasses:
     """`hidden_states` and `active_hidden_states` of a backbone, for one batch of rows and one
     context cache. A result is good until the next call: recordings share their memory.
@@ -58,7 +43,10 @@ class GraphedPasses:
     model: Backbone
     record: Record
     met: set[tuple] = field(default_factory=set)
-    kept: dict[tuple, Recorded] = field(default_factory=dict)
+    # Forwards on buffers of their own: their inputs, what replays them, what a replay writes.
+    kept: dict[tuple, tuple[dict[str, Tensor], Callable[[], Any], Tensor]] = field(
+        default_factory=dict
+    )
 
     def hidden_states(
         self,
@@ -85,7 +73,7 @@ class GraphedPasses:
         """As :meth:`Backbone.active_hidden_states`.
 
         What a pass sees grows block by block under block_causal; unless it is the whole cache the
-        recording reads all slots under a mask, so that one serves every block.
+        recording reads all positions under a mask, so that one serves every block.
         """
         inputs = {"ids": ids, "start": span.start, "length": span.length, "visible": cache.visible}
         inputs |= {} if cache.rows is None else {"rows": cache.rows}
@@ -111,26 +99,19 @@ class GraphedPasses:
                 self.met.add(key)
                 return run(inputs)
             buffers = {name: x.clone() for name, x in inputs.items()}
-            self.kept[key] = Recorded(buffers, *self.record(lambda: run(buffers)))
-        return self.kept[key](inputs)
+            self.kept[key] = buffers, *self.record(lambda: run(buffers))
+        buffers, replay, output = self.kept[key]
+        for name, value in inputs.items():
+            buffers[name].copy_(value)
+        replay()
+        return output
 
 
 def graphed(model: Backbone) -> GraphedPasses:
     """Passes of `model` as CUDA graphs. ValueError where its forward reads from the device, which
     no graph can."""
-    from bwsft.models.attention import varlen_kernel
-    from bwsft.models.llada import LladaBackbone
-
-    weight = model.head()[0]
-    half = weight.dtype in (torch.bfloat16, torch.float16)
-    if not (weight.is_cuda and half and isinstance(model, LladaBackbone)):
-        raise ValueError(
-            "graphs needs a LLaDA in bfloat16 or float16 on a CUDA device: leave it out here"
-        )
-    width = model.base_model.config.head_dim
-    if varlen_kernel(weight.device, weight.dtype, width) is None:
-        raise ValueError(f"graphs needs heads that flash attention takes, not {width} wide")
-    return GraphedPasses(model, Capture(weight.device))
+    model.check_graphs()
+    return GraphedPasses(model, Capture(model.head()[0].device))
 
 
 @functools.cache

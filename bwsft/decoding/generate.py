@@ -1,37 +1,33 @@
 """Semi-autoregressive decoding: fill the canvas block by block.
 
-A denoising step finds the hidden states of the active blocks under the context mode
-(context.py), runs the head on their masked rows only, without keeping logits, and commits what the
-transfer rule takes (rules.py; revising.py where tokens may change again, adaptive_parallel.py with
-a second model). In exact mode at temperature 0 in float64 the text up to the end token equals that
-of LLaDA's published decoder with [MASK] banned, token for token.
+A denoising step finds the hidden states of the active blocks under the context mode (context.py),
+projects those of their masked slots to logits, without keeping them, and commits what the transfer
+rule takes (rules.py). In exact mode at temperature 0 in float64 the text up to the end token equals
+that of LLaDA's published decoder with [MASK] banned, token for token.
 
-T packed tokens, S rows, B block size, N masked rows of the active blocks, D hidden size.
+T packed tokens, S sequences, B block size, N slots that are projected to logits, D hidden size.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bwsft.decoding.adaptive_parallel import VerifiedContext, check_verifier
 from bwsft.decoding.canvas import Canvas, Row
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
-from bwsft.decoding.plan import DecodeConfig, PlannedStep
+from bwsft.decoding.plan import PlannedStep
 from bwsft.decoding.request import Given, make_rows
-from bwsft.decoding.result import Commit, Generation, History, OnCommit, Outcome, harvest, report
-from bwsft.decoding.revising import revise
-from bwsft.decoding.rules import choose, head_of, transfer
+from bwsft.decoding.result import Generation, History, OnCommit, Outcome, harvest, report
 from bwsft.models.backbone import Backbone
 
 if TYPE_CHECKING:  # it needs transformers
     from bwsft.models.verifier import Verifier
-
-__all__ = ["Commit", "Generation", "OnCommit", "decode_stream", "generate"]
 
 
 def generate(
@@ -47,10 +43,10 @@ def generate(
 ) -> list[Generation]:
     """Decode one response per prompt (a list of token ids), in the order given.
 
-    Rows of a batch do not see each other and have no padding: a prompt alone gives the same tokens
+    Prompts of a batch do not see each other and have no padding: one alone gives the same tokens
     (up to the summation order of the kernels). `requests` are the numbers that the noise of each
     prompt depends on, by default 0, 1, ... `canvases` hold the given tokens of each response, None
-    where a token is wanted (and behind the last one). `on_commit(index of the prompt, commits)` is
+    where a token is wanted (and after the last one). `on_commit(index of the prompt, commits)` is
     called after every step that committed something. `verifier`: the causal model of rule apd
     (bwsft/models/verifier.py). Raises ValueError for a prompt that cannot be decoded and
     FloatingPointError if the model produces NaN.
@@ -71,14 +67,14 @@ def decode_stream(
     on_commit: OnCommit | None = None,
     verifier: Verifier | None = None,
 ) -> Iterator[tuple[int, Generation]]:
-    """As `generate`, but yields (index of the prompt, Generation) as rows finish.
+    """As `generate`, but yields (index of the prompt, Generation) as responses finish.
 
     Batches are taken in the order given. Bad input raises here, not at the first result.
     """
     config = config or DecodeConfig()
     requests = range(len(prompts)) if requests is None else requests
     rows = make_rows(prompts, canvases, requests, model.family, config)
-    check_verifier(verifier, rows, model, config)
+    config.method.check_verifier(verifier, rows, model)
     size = config.batch_size
     batches = (rows[start : start + size] for start in range(0, len(rows), size))
     options = (config, trace, on_commit, verifier)
@@ -94,63 +90,72 @@ def fill(
     verifier: Verifier | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """Decode one batch; yields (row.index, Generation) and drops the row as soon as it is final."""
-    family, weight = model.family, model.head()[0]
-    canvas = Canvas.begin(rows, family, weight, config.dynamic)
+    weight, rule = model.head()[0], config.method
+    canvas = Canvas.begin(rows, model.family, weight, rule.dynamic)
     with decoding(model, weight):  # the cache's dtype is that of the passes
-        if config.rule == "apd":
-            context = VerifiedContext.begin_with(verifier, model, config, canvas)
-        else:
-            context = DecodeContext.begin(model, config, canvas)
+        context = rule.context_type.begin(model, config, canvas, verifier)
     # The canvas remembers the last commit at a position, which is all there is unless it revises.
-    history = History(on_commit) if trace and config.revising else None
-    on_commit = history.add if history else on_commit
-    turns = [row.plan[0] if row.plan else None for row in rows]
+    history: History | None = defaultdict(list) if trace and rule.revising else None
+    telling = on_commit is not None or history is not None
+    planned = [row.plan[0] if row.plan else None for row in rows]
     final = canvas.final(config.gen_length).tolist()
     step, broken = 0, torch.zeros((), dtype=torch.bool, device=weight.device)
     while True:
         # Before a forward: what is given may leave nothing to do.
-        done = [t is None or f and config.stop_at_end for t, f in zip(turns, final, strict=True)]
+        done = [p is None or f and config.stop_at_end for p, f in zip(planned, final, strict=True)]
         if any(done):
             yield from harvest(canvas, done, step, context, trace, history)
             kept = [i for i, d in enumerate(done) if not d]
-            canvas, turns = canvas.keep(kept), [turns[i] for i in kept]
+            canvas, planned = canvas.keep(kept), [planned[i] for i in kept]
             context.keep(kept)
         if not canvas.rows:
             return
         with decoding(model, weight):
-            outcome = denoise(model, context, canvas, turns, step)
+            outcome = denoise(context, canvas, planned, step)
         step += 1
         broken |= outcome.nan
-        seen = Seen.nothing(len(turns))
-        if on_commit or poll_is_due(canvas, turns, step, config):
+        seen = Seen.nothing(len(planned))
+        if telling or poll_is_due(canvas, planned, step, config):
             seen = poll(canvas, outcome, broken, step, config)
-        news = zip(canvas.rows, turns, seen.filled, seen.replaced, strict=True)
-        ahead = [row.following(turn, step, *found) for row, turn, *found in news]
+        ahead = following(canvas, planned, step, config, seen)
         final = seen.final
-        if config.revising:
-            final = [f and ended(*two) for f, *two in zip(final, turns, ahead, strict=True)]
-        turns = ahead
-        if on_commit:
-            report(canvas, outcome, step - 1, on_commit)
+        if rule.revising:
+            final = [f and ended(*two) for f, *two in zip(final, planned, ahead, strict=True)]
+        planned = ahead
+        for index, commits in report(canvas, outcome, step - 1) if telling else ():
+            if history is not None:
+                history[index] += commits
+            if on_commit:
+                on_commit(index, commits)
 
 
-def ended(turn: PlannedStep, following: PlannedStep | None) -> bool:
+def following(
+    canvas: Canvas, planned: list[PlannedStep], step: int, config: DecodeConfig, seen: Seen
+) -> list[PlannedStep | None]:
+    """Step number `step` of every row, after the planned ones, given what was seen of these."""
+    news = zip(canvas.rows, planned, seen.filled, seen.replaced, strict=True)
+    return [config.method.following(row.plan, p, step, *found) for row, p, *found in news]
+
+
+def ended(planned: PlannedStep, following: PlannedStep | None) -> bool:
     """A block is finished with this step."""
-    return following is None or following.start != turn.start
+    return following is None or following.start != planned.start
 
 
-def poll_is_due(canvas: Canvas, turns: list[PlannedStep], step: int, config: DecodeConfig) -> bool:
+def poll_is_due(
+    canvas: Canvas, planned: list[PlannedStep], step: int, config: DecodeConfig
+) -> bool:
     """The host must look at what the step before `step` did."""
-    if config.dynamic:
+    if config.method.dynamic:
         return True
-    ahead = [row.following(turn, step, None) for row, turn in zip(canvas.rows, turns, strict=True)]
-    if config.revising:
-        return any(ended(*two) for two in zip(turns, ahead, strict=True))
+    ahead = following(canvas, planned, step, config, Seen.nothing(len(planned)))
+    if config.method.revising:
+        return any(ended(*two) for two in zip(planned, ahead, strict=True))
     return step % config.poll == 0 or None in ahead
 
 
 @contextlib.contextmanager
-def decoding(model: Backbone, weight: Tensor):
+def decoding(model: Backbone, weight: Tensor) -> Iterator[None]:
     """Without dropout and gradients; fp32 adapters on a half-precision CUDA model multiply in its
     dtype, as they did in training."""
     training = model.training
@@ -167,46 +172,30 @@ def decoding(model: Backbone, weight: Tensor):
 
 
 def denoise(
-    model: Backbone, context: DecodeContext, canvas: Canvas, turns: list[PlannedStep], step: int
+    context: DecodeContext, canvas: Canvas, planned: list[PlannedStep], step: int
 ) -> Outcome:
-    """One step: forward, a token for every [MASK] of the active blocks, commit what the rule takes.
+    """One step: forward, a token for every slot that is asked for, commit what the rule takes.
     Writes the canvas.
 
     Reads nothing back from the device: the host knows the number of slots that it asks for.
     """
-    config = context.config
+    rule = context.config.method
 
-    # 1. The active blocks [S, B], the slots in them that are asked for (those that are masked,
-    #    under a revising rule all that were not given), and those rows [N] of the packed canvas.
-    active = canvas.look(turns, step, config)
+    # 1. The active blocks [S, B], the N slots in them that are asked for (those that are masked,
+    #    under a revising rule all that were not given), and their places in the packed canvas.
+    active = canvas.look(planned, step, rule)
 
-    # 2. Hidden states under the context mode, then the head on the N rows.
-    hidden = context.hidden(canvas, turns, active.block).index_select(0, active.slots)
-    early = None
-    if config.min_length:
-        prompt = canvas.cu_seqlens.diff() - config.gen_length
-        own = prompt[active.slots // active.block.width]
-        early = active.key[2] - own < config.min_length
-    if config.rule == "apd":
-        best, taken = context.verify(canvas, active, hidden, early)
-    else:
-        best = choose(model.family, head_of(model), hidden, config, active.key, early)
+    # 2. Hidden states under the context mode, [N, D].
+    hidden = context.hidden(canvas, planned, active.block).index_select(0, active.slots)
 
-    # 3. Commit: each of the N rows gets its token or stays what it was.
-    if config.revising:
-        taken, replaced = revise(config, canvas, active, best, step)
-        return Outcome(best.nan_flag, taken, active.flat, replaced)
-    if config.rule != "apd":
-        taken = transfer(config, active, best)
-    got, rows = taken.flatten()[active.slots], active.rows
-    canvas.ids[rows] = torch.where(got, best.token, model.family.mask_id)
-    canvas.committed_at[rows] = torch.where(got, step, -1)
-    canvas.confidence[rows] = best.confidence
-    return Outcome(best.nan_flag, taken, active.flat)
+    # 3. Tokens of the N slots, and which of them the rule commits.
+    best, change = rule.decide(context, canvas, active, hidden)
+    canvas.write(active, best, change, step)
+    return Outcome(best.nan_flag, change.taken, active)
 
 
 class Seen(NamedTuple):
-    """What a poll found in each row."""
+    """What a poll found in each row of the batch."""
 
     filled: list[int | None]  # [MASK]s that got a token; None: the plan says so
     replaced: list[bool]  # a token was replaced by another (rule edit)
@@ -219,12 +208,12 @@ class Seen(NamedTuple):
 
 def poll(canvas: Canvas, outcome: Outcome, nan: Tensor, step: int, config: DecodeConfig) -> Seen:
     """After `step` steps: what the last one did. The one read from the device."""
-    size, columns = len(canvas.rows), {}
-    if config.dynamic and outcome.replaced is None:
+    size, columns, rule = len(canvas.rows), {}, config.method
+    if rule.dynamic and not rule.revising:
         columns["filled"] = outcome.taken.sum(1)
-    elif config.dynamic:
-        columns["filled"] = (outcome.taken & ~outcome.replaced).sum(1)
-        columns["replaced"] = outcome.replaced.any(1).long()
+    elif rule.dynamic:
+        columns["filled"] = (outcome.taken & outcome.active.masked).sum(1)
+        columns["replaced"] = (outcome.taken & ~outcome.active.masked).any(1).long()
     if config.stop_at_end:
         columns["final"] = canvas.final(config.gen_length).long()
     broken, *found = torch.cat([nan[None].long(), *columns.values()]).tolist()

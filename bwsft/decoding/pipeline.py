@@ -17,10 +17,10 @@ from tqdm import tqdm
 from bwsft import presets
 from bwsft.checkpoints.resolve import Trained, load_trained
 from bwsft.data.chat_template import Template, load_tokenizer
-from bwsft.decoding.generate import Generation, decode_stream
-from bwsft.decoding.plan import DecodeConfig, Rule
+from bwsft.decoding.config import DecodeConfig, DecodeSettings
+from bwsft.decoding.generate import decode_stream
 from bwsft.decoding.request import check_request
-from bwsft.evaluation.pass_at_1 import Decode, Decoded
+from bwsft.decoding.result import Decode, Decoded, Generation
 from bwsft.models.backbone import check_context
 
 if TYPE_CHECKING:  # it needs transformers, and most rules do without
@@ -31,68 +31,15 @@ NEED_CONTEXT = ("refresh", "cfg_scale", "suffix")
 
 
 @dataclass(frozen=True)
-class DecoderOptions:
+class DecoderOptions(DecodeSettings):
     """How a model decodes; what is left out comes from its training."""
 
     tokenizer: str | None = None
     """Tokenizer folder or Hub id; default: the model's own."""
     template: Literal["metamath", "chat", "none"] | None = None
     """Text around a prompt; default: what the model was trained with, else metamath."""
-    gen_length: int | None = None
-    """Response positions of the canvas; default: the model's training, else 128."""
-    block_size: int | None = None
-    """Tokens in a block; default: the model's training, else 32."""
-    context: Literal["exact", "cached", "prefix", "block_causal"] | None = None
-    """Context mode; default: the one the model was trained in, exact for a foreign model."""
-    refresh: int = 0
-    """Recompute the context of a block every so many steps (cached, prefix); 0: on entering it."""
-    steps: int | None = None
-    """Denoising steps for the whole canvas; default: one per token. Rules with planned steps."""
-    rule: Rule = "quota"
-    """Which tokens a step commits (docs/decoders.md): an even share, all that the model is sure
-    of, ..."""
-    threshold: float | None = None
-    """Rules threshold, edit: least confidence; default 0.9."""
-    factor: float | None = None
-    """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
-    entropy_bound: float | None = None
-    """Rule entropy: sum of the committed tokens' entropies in nats; default 0.35."""
-    clip: tuple[float, float] | None = None
-    """Rule first_hitting: mask rates that the model was trained with; default: one token a step."""
-    schedule: Literal["linear", "cosine"] | None = None
-    """Rule routed: share of [MASK]s after each step; default linear."""
-    revise: Literal["never", "cond", "uncond"] | None = None
-    """Rule routed: whether committed tokens may become [MASK] again; default never."""
-    order_noise: float | None = None
-    """Rule routed: Gumbel noise on the order of the tokens, times this; default 0."""
-    edit_threshold: float | None = None
-    """Rule edit: least confidence for replacing a token; default 0.9."""
-    post_steps: int | None = None
-    """Rule edit: most steps of a block after its last [MASK]; default 16."""
-    mixture: float | None = None
-    """Rule apd: weight R of the model's logits, the verifier has the rest; default 0.7."""
-    lookahead: int | None = None
-    """Rule apd: positions M that are drafted in a step; default 100."""
-    kv_window: int | None = None
-    """Rule apd: a step computes the last draft and W - 1 positions before it anew; default: all."""
     verifier: str | None = None
     """Rule apd: folder or Hub id of a causal LM with the model's vocabulary."""
-    order: Literal["confidence", "margin", "entropy", "random", "left"] | None = None
-    """Which tokens go first; default: confidence, under rule entropy entropy."""
-    cfg_scale: float = 0.0
-    """Classifier-free guidance away from the answer without a prompt (exact); twice the cost."""
-    min_length: int = 0
-    """No end token before so many tokens."""
-    suffix: int | Literal["all", "absent"] = "all"
-    """[MASK] positions behind the active block that the model sees (exact, prefix)."""
-    temperature: float = 0.0
-    """0: the most probable token at every step; above: samples."""
-    seed: int = 0
-    """Seed of the samples; an answer does not depend on batch size or on the other prompts."""
-    batch_size: int = 8
-    """Prompts decoded together."""
-    graphs: bool = False
-    """CUDA: launch each forward of a step as one recorded graph."""
     fused_ops: Literal["auto", "on", "off"] = "auto"
     """Norms, rotary embedding and SwiGLU of the native LLaDA in one kernel each; auto: on CUDA."""
     device: str = "auto"
@@ -102,8 +49,8 @@ class DecoderOptions:
 
 
 def make_decoder(model: str | None, options: DecoderOptions) -> Decode:
-    """What bwsft.evaluation.pass_at_1 decodes with: a function from questions to `Decoded`, in
-    order. The model is loaded here; None is the embedded base."""
+    """What an evaluation decodes with: a function from questions to `Decoded`, in order. The
+    model is loaded here; None is the embedded base."""
     decoder = Decoder.load(model, options)
 
     def decode(questions: list[str]) -> Sequence[Decoded]:
@@ -158,7 +105,7 @@ class Decoder:
     def answers(
         self, prompts: list[list[int]], skip: int = 0, trace: bool = False
     ) -> Iterator[Generation]:
-        """Decode the prompts behind the first `skip`, in order, with a progress bar. ValueError if
+        """Decode the prompts after the first `skip`, in order, with a progress bar. ValueError if
         the model produces NaN."""
         numbers = range(len(prompts))
         options = {"trace": trace, "requests": numbers[skip:], "verifier": self.verifier}
@@ -238,19 +185,10 @@ def load_verifier_for(trained: Trained, path: str) -> Verifier:
     return load_verifier(path, dtype=weight.dtype, device=weight.device)
 
 
-def check_verifier_option(options: DecoderOptions) -> None:
-    if options.verifier and options.rule != "apd":
-        raise ValueError(f"--verifier belongs to rule apd, and the rule is {options.rule}")
-    if options.rule == "apd" and not options.verifier and options.mixture != 1:
-        raise ValueError("--rule apd needs --verifier DIR, a causal LM with the model's vocabulary")
-
-
 def chosen_settings(options: DecoderOptions) -> dict:
     """The fields of DecodeConfig that the options set; ValueError for those that can't be, found
     before a large model is read as far as no default comes from its training."""
-    check_verifier_option(options)
-    names = {f.name for f in dataclasses.fields(DecodeConfig)}
-    settings = {name: value for name, value in vars(options).items() if name in names}
+    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(DecodeSettings)}
     settings = {k: v for k, v in settings.items() if v is not None or k not in FROM_TRAINING}
     known = dict(settings)
     if not {"gen_length", "block_size"} <= settings.keys():  # one that the other options fit
@@ -258,7 +196,11 @@ def chosen_settings(options: DecoderOptions) -> dict:
         known |= {"gen_length": size, "block_size": size}
     if "context" not in settings:
         known = {name: value for name, value in known.items() if name not in NEED_CONTEXT}
-    DecodeConfig(**known)
+    method = DecodeConfig(**known).method
+    if options.verifier and not method.takes_verifier:
+        raise ValueError(f"--verifier belongs to rule apd, and the rule is {options.rule}")
+    if method.needs_verifier and not options.verifier:
+        raise ValueError("--rule apd needs --verifier DIR, a causal LM with the model's vocabulary")
     return settings
 
 

@@ -6,9 +6,8 @@ import operator
 import warnings
 from collections.abc import Sequence
 
-from bwsft.decoding.adaptive_parallel import WindowRow, windows
 from bwsft.decoding.canvas import Row
-from bwsft.decoding.plan import DecodeConfig, plan_row
+from bwsft.decoding.config import DecodeConfig
 from bwsft.models.backbone import Family, check_context
 
 Given = Sequence[int | None] | None
@@ -30,12 +29,8 @@ def make_rows(
     for i, (prompt, canvas) in enumerate(zip(prompts, canvases, strict=True)):
         response = response_of(canvas or (), i, family, config)
         given = [p for p, token in enumerate(response) if token != family.mask_id]
-        if config.rule == "apd":
-            kind, plan = WindowRow, windows(len(prompt), config, given)
-        else:
-            shape = (len(prompt), config, family.block_origin)
-            kind, plan = Row, plan_row(*shape, given, requests[i])
-        rows.append(kind(i, requests[i], [int(token) for token in prompt], response, plan))
+        plan = config.method.plan(len(prompt), family.block_origin, given, requests[i])
+        rows.append(Row(i, requests[i], [int(token) for token in prompt], response, plan))
     return rows
 
 
@@ -57,7 +52,9 @@ def response_of(canvas: Given, i: int, family: Family, config: DecodeConfig) -> 
     return response
 
 
-def check_request(prompts, requests, family: Family, config: DecodeConfig) -> None:
+def check_request(
+    prompts: Sequence[Sequence[int]], requests: Sequence[int], family: Family, config: DecodeConfig
+) -> None:
     """Raise ValueError naming the first prompt, or the setting, that the model cannot take."""
     if len(requests) != len(prompts):
         raise ValueError(f"{len(requests)} request numbers for {len(prompts)} prompts")

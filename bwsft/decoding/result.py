@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-from bwsft.decoding.canvas import Canvas
+from bwsft.decoding.canvas import Active, Canvas
 from bwsft.decoding.context import DecodeContext
 
 
@@ -40,7 +39,21 @@ class Generation:
     """Forward passes that this row took part in: as many as steps, and those of block_causal
     context or of guidance; those of a verifier do not count."""
 
+    def summary(self) -> str:
+        """A line for the user."""
+        ending = "" if self.ended else "; no end token, so --gen-length may be too short"
+        return f"[{len(self.tokens)} tokens in {self.steps} steps{ending}]"
 
+
+class Decoded(NamedTuple):
+    """An answer as text: what it says, the tokens up to the end token, and whether one came."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+Decode = Callable[[list[str]], Sequence[Decoded]]  # from questions to answers, in order
 OnCommit = Callable[[int, list[Commit]], None]
 
 
@@ -50,27 +63,17 @@ class Outcome:
 
     nan: Tensor  # 0-dim bool
     taken: Tensor  # [S, B] bool: slots of the active blocks that got their token
-    flat: Tensor  # [S, B] their places in the canvas
-    replaced: Tensor | None = None  # [S, B] bool, a revising rule: taken slots that had a token
+    active: Active  # the active blocks before it
 
 
-class History:
-    """All commits of every row, under a revising rule: the canvas knows the last one at each
-    position only."""
-
-    def __init__(self, on_commit: OnCommit | None):
-        self.commits: dict[int, list[Commit]] = defaultdict(list)
-        self.on_commit = on_commit
-
-    def add(self, index: int, commits: list[Commit]) -> None:
-        self.commits[index] += commits
-        if self.on_commit:
-            self.on_commit(index, commits)
+# Commits of every row, by its index, under a revising rule: the canvas knows the last one at each
+# position only.
+History = dict[int, list[Commit]]
 
 
-def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> None:
-    """Tell the callback what the step committed."""
-    taken, flat = outcome.taken.tolist(), outcome.flat
+def report(canvas: Canvas, outcome: Outcome, step: int) -> Iterator[tuple[int, list[Commit]]]:
+    """What the step committed, as (row.index, commits)."""
+    taken, flat = outcome.taken.tolist(), outcome.active.flat
     edges = canvas.cu_seqlens.tolist()
     columns = [x.tolist() for x in (flat, canvas.ids[flat], canvas.confidence[flat])]
     for row, start, marks, *values in zip(canvas.rows, edges[:-1], taken, *columns, strict=True):
@@ -80,7 +83,7 @@ def report(canvas: Canvas, outcome: Outcome, step: int, on_commit: OnCommit) -> 
             for mark, place, token, confidence in zip(marks, *values, strict=True) if mark
         ]  # fmt: skip
         if commits:
-            on_commit(row.index, commits)
+            yield row.index, commits
 
 
 def harvest(
@@ -89,7 +92,7 @@ def harvest(
     steps: int,
     context: DecodeContext,
     trace: bool,
-    history: History | None = None,
+    history: History | None,
 ) -> Iterator[tuple[int, Generation]]:
     """The results of the rows that are done."""
     lengths, config = [row.length for row in canvas.rows], context.config
@@ -102,11 +105,11 @@ def harvest(
         ids, at, confidence = (c[-config.gen_length :].tolist() for c in values)
         end = next((i for i, token in enumerate(ids) if token in canvas.family.end_ids), None)
         own = steps
-        if config.stop_at_end and end is not None and not config.revising:
+        if config.stop_at_end and end is not None and not config.method.revising:
             own = 1 + max(at[: end + 1])  # it may have been final before the last poll
         commits = []
-        if history:
-            commits = history.commits.pop(row.index, [])
+        if history is not None:
+            commits = history.pop(row.index, [])
         elif trace:
             places = zip(at, range(config.gen_length), ids, confidence, strict=True)
             commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)

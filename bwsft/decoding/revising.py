@@ -1,34 +1,31 @@
-"""Rules that may take back or replace tokens of the active block until it is finished, and the
-routing of RDM.
-
-rcr     Running Confidence Remasking (MDPO, arXiv:2508.13148): every [MASK] is filled, then the
-        least confident slots, by the confidence that each had when it was filled, are masked again
-routed  RDM (arXiv:2302.05737): a schedule says how many [MASK]s a step leaves; a token goes back
-        with `revise`
-edit    LLaDA2.1 (arXiv:2602.08676): a token is replaced by another that the model is sure of
+"""Rules that may take back or replace tokens of the active block until it is finished.
 
 A given token is never touched, and a finished block neither: so text is final at the end of a block
 only. Every block ends: rcr and routed have a fixed number of steps, edit fills a [MASK] in every
 step and then looks again `post_steps` times at most.
 
-S rows, B slots of an active block, N slots that the head sees.
+S sequences, B slots of an active block, N slots that are projected to logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from bwsft_kernels import LinearArgmax
+from bwsft_kernels.philox import Stream, gumbel, philox_u24
 from torch import Tensor
 
-from bwsft.decoding.canvas import Active, Canvas
-from bwsft.decoding.plan import DecodeConfig
-from bwsft.decoding.rules import commit_sure, priority, rank, routed_score
+from bwsft.decoding.canvas import Active, Canvas, Change, upload
+from bwsft.decoding.dynamic import Threshold
+from bwsft.decoding.plan import masked_share, routed_shares
+from bwsft.decoding.rules import Quota, rank
 
 
 class Block(NamedTuple):
-    """The active blocks [S, B]: what stands in them and what the model would put there."""
+    """The active blocks [S, B]: what is in them and what the model would put there."""
 
     masked: Tensor  # bool
     open: Tensor  # bool: not given; what is masked is open
@@ -37,67 +34,101 @@ class Block(NamedTuple):
     new_token: Tensor
     new_confidence: Tensor  # -inf where not open
 
-
-class Revision(NamedTuple):
-    """What becomes of the slots [S, B], bool: they take the new token, or become [MASK]."""
-
-    taken: Tensor
-    masked: Tensor
-
-
-def rcr(block: Block, standing: Tensor) -> Revision:
-    """Fill every [MASK], keep the `standing` [S] most confident open slots."""
-    running = torch.where(block.masked, block.new_confidence, block.confidence)
-    stays = block.open & (rank(running, block.open) < standing[:, None])
-    return Revision(stays & block.masked, block.open & ~stays)
+    @classmethod
+    def of(cls, canvas: Canvas, active: Active, best: LinearArgmax) -> Block:
+        standing = canvas.ids[active.flat], canvas.confidence[active.flat]
+        new = active.rectangle(best.token, 0), active.rectangle(best.confidence)
+        return cls(active.masked, active.asked, *standing, *new)
 
 
-def route(block: Block, score: Tensor, standing: Tensor, revise: str) -> Revision:
-    """`score` [S, B] of what the model would put there now: all but the `standing` [S] best open
-    slots are routed to [MASK], where they go if they are [MASK] or revise lets them: "uncond", or
-    "cond", if the model still wants the same token and is less sure of it."""
-    low = block.open & (rank(score, block.open) >= standing[:, None])
-    back = low & ~block.masked
-    if revise == "cond":
-        back &= (block.new_token == block.token) & (block.new_confidence < block.confidence)
-    return Revision(block.masked & ~low, block.masked & low | back)
+@dataclass(frozen=True)
+class Rcr(Quota):
+    """Running Confidence Remasking (MDPO, arXiv:2508.13148): every [MASK] is filled, then the least
+    confident slots, by the confidence that each had when it was filled, are masked again."""
+
+    name = "rcr"
+    own_order = "confidence"
+    revising = True
+
+    def commit(self, canvas: Canvas, active: Active, best: LinearArgmax) -> Change:
+        return self.remask(Block.of(canvas, active, best), active.quota)
+
+    def remask(self, block: Block, standing: Tensor) -> Change:
+        """Fill every [MASK], keep the `standing` [S] most confident open slots."""
+        running = torch.where(block.masked, block.new_confidence, block.confidence)
+        stays = block.open & (rank(running, block.open) < standing[:, None])
+        return Change(stays & block.masked, block.open & ~stays)
 
 
-def edit(config: DecodeConfig, block: Block, goes_first: Tensor) -> Revision:
-    """Fill as rule threshold does, and replace tokens by others above `edit_threshold`."""
-    filled = commit_sure(config, goes_first, block.new_confidence, block.masked)
-    other = block.open & ~block.masked & (block.new_token != block.token)
-    edited = other & (block.new_confidence > config.option("edit_threshold"))
-    return Revision(filled | edited, block.masked & ~filled)
+@dataclass(frozen=True)
+class Routed(Quota):
+    """RDM (arXiv:2302.05737): a schedule says how many [MASK]s a step leaves; with `revise` a token
+    goes back."""
+
+    name = "routed"
+    own_order = "confidence"
+    schedule: str = "linear"
+    revise: str = "never"
+    order_noise: float = 0.0
+
+    @property
+    def revising(self) -> bool:
+        return self.revise != "never"
+
+    def shares(self, places: Sequence[int], request: int) -> list[int]:
+        return routed_shares(len(places), self.steps_per_block, self.schedule)
+
+    def priority(self, best: LinearArgmax, active: Active) -> Tensor:
+        """RDM's score: the confidence, or its logarithm and Gumbel noise that fades with the share
+        of [MASK]s that the step leaves."""
+        if not self.order_noise:
+            return best.confidence
+        request, step, position = active.key
+        u24 = philox_u24(position, step, request, seed=self.config.seed, stream=Stream.ORDER)
+        steps = self.steps_per_block
+        left = [masked_share(step.number, steps, self.schedule) for step in active.planned]
+        fading = upload(left, u24.device)[active.slots // active.block.width]
+        noise = gumbel(u24, best.confidence.dtype)
+        score = best.confidence.log() + self.order_noise * fading.to(noise.dtype) * noise
+        return score.clamp(min=torch.finfo(score.dtype).min)  # log 0 would tie with closed slots
+
+    def commit(self, canvas: Canvas, active: Active, best: LinearArgmax) -> Change:
+        if not self.revising:
+            return super().commit(canvas, active, best)
+        score = active.rectangle(self.priority(best, active))
+        return self.route(Block.of(canvas, active, best), score, active.quota)
+
+    def route(self, block: Block, score: Tensor, standing: Tensor) -> Change:
+        """`score` [S, B] of what the model would put there now: all but the `standing` [S] best
+        open slots are routed to [MASK], where they go if they are [MASK] or `revise` lets them:
+        "uncond", or "cond", if the model still wants the same token and is less sure of it."""
+        low = block.open & (rank(score, block.open) >= standing[:, None])
+        back = low & ~block.masked
+        if self.revise == "cond":
+            back &= (block.new_token == block.token) & (block.new_confidence < block.confidence)
+        return Change(block.masked & ~low, block.masked & low | back)
 
 
-def revise(
-    config: DecodeConfig, canvas: Canvas, active: Active, best: LinearArgmax, step: int
-) -> tuple[Tensor, Tensor]:
-    """What a revising rule does with the model's choice of the N open slots; writes the canvas.
-    Returns the slots that got a token, and those of them that had another [S, B]."""
-    block = Block(
-        active.masked,
-        active.asked,
-        canvas.ids[active.flat],
-        canvas.confidence[active.flat],
-        active.rectangle(best.token, 0),
-        active.rectangle(best.confidence),
-    )
-    if config.rule == "rcr":
-        taken, masked = rcr(block, active.quota)
-    elif config.rule == "routed":
-        score = active.rectangle(routed_score(config, active, best.confidence))
-        taken, masked = route(block, score, active.quota, config.option("revise"))
-    else:
-        goes_first = active.rectangle(priority(config, best, active.key))
-        taken, masked = edit(config, block, goes_first)
-    rows, got, gone = active.rows, *(x.flatten()[active.slots] for x in (taken, masked))
+@dataclass(frozen=True)
+class Edit(Threshold):
+    """LLaDA2.1 (arXiv:2602.08676): fill as rule threshold does, and replace tokens by others with a
+    confidence above `edit_threshold`."""
 
-    def write(column: Tensor, new: Tensor | int, none: int) -> None:
-        column[rows] = torch.where(got, new, column[rows].masked_fill(gone, none))
+    name = "edit"
+    revising = True
+    edit_threshold: float = 0.9
+    post_steps: int = 16
 
-    write(canvas.ids, best.token, canvas.family.mask_id)
-    write(canvas.committed_at, step, -1)
-    write(canvas.confidence, best.confidence, 0)
-    return taken, taken & ~block.masked
+    @property
+    def spare(self) -> int:
+        return self.post_steps if self.edit_threshold < 1 else 0  # no confidence is above 1
+
+    def commit(self, canvas: Canvas, active: Active, best: LinearArgmax) -> Change:
+        goes_first = active.rectangle(self.priority(best, active))
+        return self.edit(Block.of(canvas, active, best), goes_first)
+
+    def edit(self, block: Block, goes_first: Tensor) -> Change:
+        filled = self.sure(goes_first, block.new_confidence, block.masked)
+        other = block.open & ~block.masked & (block.new_token != block.token)
+        edited = other & (block.new_confidence > self.edit_threshold)
+        return Change(filled | edited, block.masked & ~filled)

@@ -1,22 +1,35 @@
-"""A token for every masked slot of the active blocks, and which of them a step commits.
+"""Transfer rules: which [MASK]s of the active blocks get their token in a denoising step.
 
-S rows, B slots of an active block, N masked slots, D hidden size. Every rule commits at least one
-token of every row that has a [MASK] left, so that a block takes at most B steps.
+A rule is one object that owns its options, the plan of a sequence and the choice of a step. Here
+are what all share and those that plan every step; dynamic.py has those that commit what the model
+is sure of, revising.py those that take tokens back, adaptive_parallel.py the one with a second
+model, and config.py lists them all. Every rule commits at least one token of every sequence that
+has a [MASK] left, so that a block takes at most B steps.
+
+S sequences, B slots of an active block, N slots that are projected to logits, D hidden size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from bwsft_kernels import GumbelKey, LinearArgmax, linear_argmax
-from bwsft_kernels.philox import Stream, gumbel, philox_u24
+from bwsft_kernels.block_grid import BlockGrid
+from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 
-from bwsft.decoding.canvas import Active, upload
-from bwsft.decoding.plan import DecodeConfig
-from bwsft.decoding.schedules import hitting_times, masked_share
+from bwsft.decoding.canvas import Active, Canvas, Change, Row
+from bwsft.decoding.context import DecodeContext
+from bwsft.decoding.plan import Plan, PlannedStep, hitting_shares, quotas
 from bwsft.models.backbone import Backbone, Family
+
+if TYPE_CHECKING:
+    from bwsft.decoding.config import DecodeConfig
+    from bwsft.models.verifier import Verifier
 
 
 class Head(NamedTuple):
@@ -28,126 +41,217 @@ class Head(NamedTuple):
 
 
 def head_of(model: Backbone) -> Head:
-    return Head(*model.head(), model.family.vocab_size)  # may have spare rows behind
+    return Head(*model.head(), model.family.vocab_size)  # it may have spare rows at its end
 
 
-def choose(
-    family: Family,
-    head: Head,
-    hidden: Tensor,
-    config: DecodeConfig,
-    key: tuple[Tensor, ...],
-    early: Tensor | None = None,
-) -> LinearArgmax:
-    """linear_argmax of hidden rows [N, D] with a head; key: request, step, position. Where `early`
-    [N] end ids are banned."""
-    size, bias = head.size, head.bias
+@dataclass(frozen=True)
+class Rule:
+    """What all rules share. The fields of a rule beside `config` are the options of DecodeConfig
+    that belong to it, each with its value where none is given."""
 
-    def best(banned: tuple[int, ...]) -> LinearArgmax:
-        return linear_argmax(
-            hidden,
-            head.weight[:size],
-            linear_bias=None if bias is None else bias[:size],
-            banned_ids=banned,
-            mask_id=family.mask_id,
-            temperature=config.temperature,
-            gumbel=GumbelKey(config.seed, *key) if config.temperature > 0 else None,
-            want=wanted_numbers(config),
-            softcap=family.softcap,
-        )
+    name: ClassVar[str]
+    dynamic: ClassVar[bool] = False  # how many tokens a step commits depends on the model
+    revising: ClassVar[bool] = False  # tokens of the active block may change until it is finished
+    spare: ClassVar[int] = 0  # steps of a block that may follow its last [MASK]
+    own_order: ClassVar[str | None] = None  # what goes first where option `order` has no say
+    only_context: ClassVar[str | None] = None  # the one context mode that it works in
+    step_noise: ClassVar[bool] = True  # a position draws other noise in every step
+    takes_verifier: ClassVar[bool] = False
+    needs_verifier: ClassVar[bool] = False
+    context_type: ClassVar[type[DecodeContext]] = DecodeContext
 
-    free = best(config.banned_ids)
-    if early is None:
-        return free
-    endless = best(config.banned_ids + family.end_ids)
-    columns = {}
-    for name in ("token", "confidence", "entropy", "margin"):
-        a, b = getattr(endless, name), getattr(free, name)
-        columns[name] = None if a is None else torch.where(early, a, b)
-    return LinearArgmax(**columns, nan_flag=free.nan_flag | endless.nan_flag)
+    config: DecodeConfig
 
+    @classmethod
+    def options(cls) -> list[str]:
+        """Names of the options that belong to the rule."""
+        return [field.name for field in dataclasses.fields(cls) if field.name != "config"]
 
-def wanted_numbers(config: DecodeConfig) -> set[str]:
-    """What linear_argmax must return for the rule and the order."""
-    return {"confidence", config.ordered_by} & {"confidence", "margin", "entropy"}
+    @classmethod
+    def of(cls, config: DecodeConfig) -> Rule:
+        """The rule with the options that the config gives."""
+        given = {name: getattr(config, name) for name in cls.options()}
+        return cls(config, **{name: value for name, value in given.items() if value is not None})
 
+    def check(self) -> None:
+        """ValueError, naming the option, for values that can't be."""
+        if self.own_order and self.config.order not in (None, self.own_order):
+            raise ValueError(f"rule {self.name} goes by {self.own_order}: leave order out")
 
-def priority(config: DecodeConfig, best: LinearArgmax, key: tuple[Tensor, ...]) -> Tensor:
-    """[N], higher goes first; key: request, step and position [N] of each slot."""
-    request, step, position = key
-    if config.rule == "first_hitting":
-        return hitting_times(position, request, config.seed).to(best.confidence.dtype)
-    if config.ordered_by == "margin":
-        return best.margin
-    if config.ordered_by == "entropy":
-        return -best.entropy
-    if config.ordered_by == "random":
-        word = philox_u24(position, step, request, seed=config.seed, stream=Stream.ORDER)
-        return word.to(best.confidence.dtype)
-    if config.ordered_by == "left":
-        return -position.to(best.confidence.dtype)
-    return best.confidence
+    def check_verifier(
+        self, verifier: Verifier | None, rows: Sequence[Row], model: Backbone
+    ) -> None:
+        """ValueError for a verifier that is missing, not wanted, or does not fit."""
+        if verifier is not None:
+            raise ValueError(f"a verifier belongs to rule apd, and the rule is {self.name}")
 
+    def shares(self, places: Sequence[int], request: int) -> list[int]:
+        """[MASK]s that each step of a block takes; `places` are the block's open positions."""
+        raise NotImplementedError
 
-def routed_score(config: DecodeConfig, active: Active, confidence: Tensor) -> Tensor:
-    """RDM's score of N tokens: the confidence, or its logarithm and Gumbel noise that fades with
-    the share of [MASK]s that the step leaves."""
-    scale = config.option("order_noise")
-    if not scale:
-        return confidence
-    request, step, position = active.key
-    u24 = philox_u24(position, step, request, seed=config.seed, stream=Stream.ORDER)
-    steps, schedule = config.steps_per_block, config.option("schedule")
-    left = [masked_share(turn.number, steps, schedule) for turn in active.turns]
-    fading = upload(left, confidence.device)[active.slots // active.block.width]
-    noise = gumbel(u24, confidence.dtype)
-    score = confidence.log() + scale * fading.to(confidence.dtype) * noise
-    return score.clamp(min=torch.finfo(score.dtype).min)  # log 0 would tie with closed slots
+    def plan(
+        self, prompt_length: int, origin: str, given: Sequence[int] = (), request: int = 0
+    ) -> Plan:
+        """All steps of a sequence. Where they are known beforehand nobody has to ask the device
+        how many [MASK]s are left; steps that would change nothing are left out. Under a dynamic
+        rule: the first step of every block.
+
+        Every block gets the same number of steps, a short one of an absolute grid included.
+        `given` are the response positions that hold a token from the start; a block without open
+        positions has no step. `request` decides hitting times.
+        """
+        plan, taken = [], {prompt_length + position for position in given}
+        grid = BlockGrid(self.config.block_size, origin)
+        for start, stop in grid.blocks(prompt_length, self.config.gen_length):
+            places = [position for position in range(start, stop) if position not in taken]
+            left = total = len(places)
+            count, spare = (total, self.spare) if self.revising else (0, 0)
+            for number, share in enumerate(self.shares(places, request)):
+                if left and (share or self.dynamic or self.revising):
+                    stand = total - left if self.revising and not self.dynamic else 0
+                    step = PlannedStep(start, stop, left, stand + share, number, count, spare)
+                    plan.append(step)
+                    left -= share
+        return plan
+
+    def following(
+        self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool
+    ) -> PlannedStep | None:
+        """A sequence's step `number`, after `planned`; None if nothing is left. Where only the
+        device knew (a dynamic rule): how many [MASK]s `planned` filled, and whether it replaced a
+        token."""
+        return plan[number] if number < len(plan) else None
+
+    @property
+    def ordered_by(self) -> str:
+        return self.config.order or self.own_order or "confidence"
+
+    def choose(self, family: Family, head: Head, hidden: Tensor, active: Active) -> LinearArgmax:
+        """Tokens of the N slots from hidden states [N, D]; no end ids where it is too early."""
+        size, bias, config = head.size, head.bias, self.config
+
+        def best(banned: tuple[int, ...]) -> LinearArgmax:
+            return linear_argmax(
+                hidden,
+                head.weight[:size],
+                linear_bias=None if bias is None else bias[:size],
+                banned_ids=banned,
+                mask_id=family.mask_id,
+                temperature=config.temperature,
+                gumbel=GumbelKey(config.seed, *active.key) if config.temperature > 0 else None,
+                want={"confidence", self.ordered_by} & {"confidence", "margin", "entropy"},
+                softcap=family.softcap,
+            )
+
+        free = best(config.banned_ids)
+        if active.early is None:
+            return free
+        endless = best(config.banned_ids + family.end_ids)
+        columns = {}
+        for name in ("token", "confidence", "entropy", "margin"):
+            a, b = getattr(endless, name), getattr(free, name)
+            columns[name] = None if a is None else torch.where(active.early, a, b)
+        return LinearArgmax(**columns, nan_flag=free.nan_flag | endless.nan_flag)
+
+    def priority(self, best: LinearArgmax, active: Active) -> Tensor:
+        """Of the N slots, higher goes first."""
+        request, step, position = active.key
+        if self.ordered_by == "margin":
+            return best.margin
+        if self.ordered_by == "entropy":
+            return -best.entropy
+        if self.ordered_by == "random":
+            word = philox_u24(position, step, request, seed=self.config.seed, stream=Stream.ORDER)
+            return word.to(best.confidence.dtype)
+        if self.ordered_by == "left":
+            return -position.to(best.confidence.dtype)
+        return best.confidence
+
+    def decide(
+        self, context: DecodeContext, canvas: Canvas, active: Active, hidden: Tensor
+    ) -> tuple[LinearArgmax, Change]:
+        """Tokens of the N slots, from hidden states [N, D], and what becomes of the slots."""
+        best = self.choose(canvas.family, head_of(context.model), hidden, active)
+        return best, self.commit(canvas, active, best)
+
+    def commit(self, canvas: Canvas, active: Active, best: LinearArgmax) -> Change:
+        """The `quota` [S] masked slots of every sequence that go first."""
+        goes_first = active.rectangle(self.priority(best, active))
+        return Change(commit_quota(goes_first, active.masked, active.quota))
 
 
 def rank(priority: Tensor, masked: Tensor) -> Tensor:
-    """Place [S, B] of every slot among its row's masked slots; the others stand behind them. Ties
-    go to the leftmost slot."""
+    """Place [S, B] of every slot among its sequence's masked slots; the others come after them.
+    Ties go to the leftmost slot."""
     order = priority.masked_fill(~masked, -torch.inf).sort(dim=1, descending=True, stable=True)[1]
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places)
 
 
-def transfer(config: DecodeConfig, active: Active, best: LinearArgmax) -> Tensor:
-    """The slots [S, B] that get their token under a rule that never takes one back."""
-    if config.rule == "routed":
-        goes_first = routed_score(config, active, best.confidence)
-    else:
-        goes_first = priority(config, best, active.key)
-    confidence, goes_first = active.rectangle(best.confidence), active.rectangle(goes_first)
-    if active.quota is None:
-        return commit_sure(config, goes_first, confidence, active.masked)
-    return commit_quota(goes_first, active.masked, active.quota)
-
-
 def commit_quota(priority: Tensor, masked: Tensor, quota: Tensor) -> Tensor:
-    """The `quota` [S] masked slots of every row [S, B] that go first -> bool [S, B].
+    """The `quota` [S] masked slots of every sequence [S, B] that go first -> bool [S, B].
 
     Low-confidence remasking seen from the other side: the rest stays [MASK].
     """
     return masked & (rank(priority, masked) < quota[:, None])
 
 
-def commit_sure(
-    config: DecodeConfig, priority: Tensor, confidence: Tensor, masked: Tensor
-) -> Tensor:
-    """The masked slots [S, B] that a dynamic rule takes -> bool [S, B]; see DecodeConfig."""
-    place = rank(priority, masked)
-    if config.rule in ("threshold", "edit"):
-        sure = masked & (confidence > config.bound)
-        return sure | masked & (place == 0) & ~sure.any(1, keepdim=True)
-    # The other two take a run of slots from the first on: confidences fall and the bar rises,
-    # sums of entropies grow.
-    if config.rule == "factor":
-        n = place + 1
-        enough = confidence >= 1 - config.bound / (n + 1)
-    else:
-        entropy = (-priority).masked_fill(~masked, torch.inf)
-        ordered = torch.empty_like(entropy).scatter_(1, place, entropy)
-        enough = ordered.cumsum(1).gather(1, place) < config.bound
-    return masked & (enough | (place == 0))
+@dataclass(frozen=True)
+class Quota(Rule):
+    """LLaDA: an even share of the block in each of `steps` steps of the canvas."""
+
+    name = "quota"
+    steps: int | None = None
+
+    @property
+    def steps_per_block(self) -> int:
+        """Default: one per token."""
+        if self.steps is None:
+            return self.config.block_size
+        return self.steps // (self.config.gen_length // self.config.block_size)
+
+    def shares(self, places: Sequence[int], request: int) -> list[int]:
+        return quotas(len(places), self.steps_per_block)
+
+
+@dataclass(frozen=True)
+class FirstHitting(Quota):
+    """BD3-LM (arXiv:2503.09573): each token when a diffusion in continuous time reveals it, alone
+    or with those of the same of `steps` intervals, or with those beyond `clip`."""
+
+    name = "first_hitting"
+    own_order = "hitting times"
+    clip: tuple[float, float] | None = None
+
+    def check(self) -> None:
+        super().check()
+        clip = self.clip
+        if clip is None:
+            return
+        pair = isinstance(clip, tuple | list) and len(clip) == 2
+        if not pair or not 0 <= clip[0] < clip[1] <= 1:
+            raise ValueError(f"clip must be two rising numbers in [0, 1], not {clip}")
+        if self.steps is not None:
+            raise ValueError("clip and steps both say which tokens share a step: give one")
+
+    def shares(self, places: Sequence[int], request: int) -> list[int]:
+        position = torch.tensor(places, dtype=torch.long)
+        times = hitting_times(position, request, self.config.seed)
+        intervals = None if self.steps is None else self.steps_per_block
+        return hitting_shares(times.tolist(), intervals, self.clip)
+
+    def priority(self, best: LinearArgmax, active: Active) -> Tensor:
+        request, _, position = active.key
+        return hitting_times(position, request, self.config.seed).to(best.confidence.dtype)
+
+
+def hitting_times(position: Tensor, request: Tensor | int, seed: int) -> Tensor:
+    """When each position is revealed under first-hitting decoding: int64 in units of 2^-24.
+
+    Under the linear schedule a [MASK] of time t is still one at s < t with probability s / t. So
+    on the way down from time 1 the hitting times are uniform in [0, 1) and independent. BD3-LM's
+    sampler (github.com/kuleshov-group/bd3lms) draws the same times one after the other,
+    t <- t * U^(1 / masked), each for a uniformly chosen [MASK]. Positions count from the
+    sequence's first token.
+    """
+    return philox_u24(position, 0, request, seed=seed, stream=Stream.TIME)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from bwsft.data.chat_template import Template
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
 
 try:
@@ -153,10 +153,10 @@ class BwsftLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The sum over windows that do not overlap, each behind the token before it, the first
-        behind the end token, a short last one behind as many tokens as fit."""
+        """The sum over windows that do not overlap, each after the token before it, the first
+        after the end token, a short last one after as many tokens as fit."""
         windows, owner = [], []
-        most = self.family.max_positions - self._behind() - 1
+        most = self.family.max_positions - self._room_after() - 1
         for number, request in enumerate(requests):
             for pair in utils.get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.eot_token_id, most, context_len=1
@@ -171,13 +171,13 @@ class BwsftLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def _behind(self) -> int:
-        """Positions that blockwise scoring may need behind a response."""
+    def _room_after(self) -> int:
+        """Positions that blockwise scoring may need after a response."""
         config = self.likelihood
         return 0 if config.block_size is None else max(config.gen_length, config.block_size)
 
     def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
-        room = self.family.max_positions - len(response) - self._behind()
+        room = self.family.max_positions - len(response) - self._room_after()
         return tail(prompt, room), response
 
     def _is_greedy(self, prompt: list[int], response: list[int]) -> bool:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_files import (
@@ -27,6 +26,9 @@ from bwsft.evaluation.answer_files import (
 )
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling
 from bwsft.utils.files import write_atomic
+
+if TYPE_CHECKING:  # it needs torch
+    from bwsft.decoding.result import Decode
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,6 @@ class EvaluateOptions:
     """Use only the first so many questions of --data, or outputs of --outputs."""
     strict: bool = False
     """Headline figure by the paper's rule (last number / whole output, equal as strings)."""
-
-
-class Decoded(NamedTuple):
-    """A decoder's answer: its text, the tokens up to the end token, and whether one came."""
-
-    text: str
-    tokens: int
-    ended: bool
-
-
-Decode = Callable[[list[str]], Sequence[Decoded]]
 
 
 def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:

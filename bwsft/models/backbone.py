@@ -100,6 +100,13 @@ class Backbone(nn.Module):
         if choice == "on":
             raise ValueError("fused_ops: transformers wrote this model; leave the option at auto")
 
+    def check_graphs(self) -> None:
+        """``ValueError`` if CUDA graphs cannot record a forward, which then reads from the
+        device."""
+        raise ValueError(
+            "graphs needs a LLaDA in bfloat16 or float16 on a CUDA device: leave it out here"
+        )
+
     def predicting_rows(self, rows: Tensor) -> Tensor:
         """Hidden-state rows that predict the tokens at flat indices ``rows``.
 

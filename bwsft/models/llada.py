@@ -193,6 +193,13 @@ class LladaBackbone(Backbone):
         """As :meth:`LladaModel.set_fused_ops`."""
         self.base_model.model.set_fused_ops(choice)
 
+    def check_graphs(self) -> None:
+        weight, width = self.head()[0], self.base_model.config.head_dim
+        if not (weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
+            super().check_graphs()
+        if varlen_kernel(weight.device, weight.dtype, width) is None:
+            raise ValueError(f"graphs needs heads that flash attention takes, not {width} wide")
+
 
 def family_of(config: LladaConfig) -> Family:
     """The family's facts from a config; ``ValueError`` if it names no mask or end token."""

@@ -16,8 +16,9 @@ from bwsft.cli import main
 from bwsft.commands import chat
 from bwsft.commands.chat import ChatOptions, Conversation, Picture, Terminal, talk, whole_lines
 from bwsft.data.chat_template import load_tokenizer
-from bwsft.decoding.generate import Commit, generate
+from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.result import Commit
 
 OPTIONS = {"gen_length": 8, "block_size": 4, "template": "chat"}
 
@@ -134,7 +135,7 @@ def test_commands_change_the_decoding(conversation, ids, monkeypatch, capsys):
         ("/steps x", "/steps needs a whole number, not 'x'"),
         ("/block 3", "block_size 3 must divide gen_length 8"),
         ("/context sideways", "context must be one of exact, cached, prefix, block_causal"),
-        ("/seed -1", "seed must lie in"),
+        ("/seed -1", "seed must be in"),
         ("/unknown", "/unknown is no command; /help lists them"),
     ],
 )

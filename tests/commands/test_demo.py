@@ -7,7 +7,7 @@ import pytest
 from bwsft.checkpoints.resolve import Trained
 from bwsft.commands import demo
 from bwsft.data import word_problems as wordproblems
-from bwsft.decoding.generate import Generation
+from bwsft.decoding.result import Generation
 from bwsft.presets import debug
 
 

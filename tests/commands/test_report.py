@@ -16,8 +16,8 @@ from bwsft.checkpoints.resolve import load_trained, plan_model
 from bwsft.cli import main
 from bwsft.commands.report.page import MOST_POINTS, curves, page
 from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.training.metrics import running_mean
 from bwsft.training.trainer import train
 

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from bwsft.decoding import pipeline as decoder
 from bwsft.decoding.adaptive_parallel import joint_head
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import DecoderOptions
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.decoding.rules import Head
 from bwsft.models.verifier import load_verifier, new_verifier
 
@@ -53,7 +53,7 @@ def choice(logits, config, position, request, allowed):
 @torch.no_grad()
 def slow(model, lm, prompt, config, canvas, request):
     """(response, steps) of one row, with whole forwards of both models."""
-    mixture, lookahead = config.option("mixture"), config.option("lookahead")
+    mixture, lookahead = config.method.mixture, config.method.lookahead
     rows = lm.get_input_embeddings().num_embeddings
     allowed = [t for t in range(min(rows, VOCABULARY)) if t not in (MASK, *config.banned_ids)]
     x = [*prompt, *(MASK if t is None else t for t in canvas)]
@@ -234,8 +234,7 @@ def test_only_new_positions_are_computed(monkeypatch):
     stops = [min(3 + start + 6, 23) for start in starts]
     assert max(b - a for a, b in zip(starts, starts[1:], strict=False)) > 1
     assert ran == [
-        (3 + before - 2, min(stop + 1, 23))
-        for before, stop in zip(starts, stops[1:], strict=False)
+        (3 + before - 2, min(stop + 1, 23)) for before, stop in zip(starts, stops[1:], strict=False)
     ]
     froms = [0, *(3 + position for position in newest[:-1])]
     assert read == [(a, stop - 1) for a, stop in zip(froms, stops, strict=True)]

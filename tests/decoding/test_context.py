@@ -13,8 +13,8 @@ import torch
 from bwsft_kernels.philox import Stream, gumbel, gumbel_key, gumbel_u24, philox_u24
 from tiny_decoding import ENDS, HEADS, KV_HEADS, MASK, MODES, VOCABULARY, model_of, prompts_of
 
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig
 
 SIZE = 8  # of a head
 
@@ -171,9 +171,7 @@ def assert_equals_slow(model, prompts, config, requests=None, canvases=None):
     """Tokens, steps, commits, forwards of the decoder are those of the slow one; returns results
     and the steps a full canvas takes."""
     requests = requests or range(len(prompts))
-    results = generate(
-        model, prompts, config, trace=True, requests=requests, canvases=canvases
-    )
+    results = generate(model, prompts, config, trace=True, requests=requests, canvases=canvases)
     full = []
     for i, (prompt, request, result) in enumerate(zip(prompts, requests, results, strict=True)):
         canvas = canvases[i] if canvases else ()
@@ -199,7 +197,7 @@ RULES = [
 
 def config_of(size, blocks, steps_per_block=None, **fields):
     steps = None if steps_per_block is None else steps_per_block * blocks
-    return DecodeConfig(size * blocks, size, steps, **fields)
+    return DecodeConfig(size * blocks, size, steps=steps, **fields)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.get("rule", f"quota{len(r)}"))

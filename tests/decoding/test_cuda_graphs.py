@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map
 
 from bwsft.decoding import context as decode_context
 from bwsft.decoding import cuda_graphs as graphs
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.cuda_graphs import GraphedPasses
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.models.kv_cache import ContextCache
 
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bwsft.decoding.generate
 import bwsft.decoding.rules
-from bwsft.decoding.adaptive_parallel import VerifiedContext
 from bwsft.decoding.canvas import Canvas, Row
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
-from bwsft.decoding.generate import Commit, decode_stream, generate
-from bwsft.decoding.plan import DecodeConfig, plan_row
+from bwsft.decoding.generate import decode_stream, generate
 from bwsft.decoding.request import make_rows
+from bwsft.decoding.result import Commit
 from bwsft.models.backbone import Backbone, Family
 from bwsft.models.kv_cache import CacheShape, ContextCache
 from bwsft.models.lora import add_lora
@@ -194,7 +194,9 @@ def test_frequencies_at_a_temperature(temperature, block_size):
     """Whole blocks are committed at once: an order by confidence would favour likely tokens."""
     gap, n = 0.9, 6000
     model = Biased([gap, 0.0, 5.0])
-    config = DecodeConfig(60, block_size, 60 // block_size, temperature, seed=11, batch_size=100)
+    config = DecodeConfig(
+        60, block_size, steps=60 // block_size, temperature=temperature, seed=11, batch_size=100
+    )
     rows = traced(model, [[0]] * (n // 60), config)
     tokens = torch.tensor([row.tokens for row in rows])
     p = 1 / (1 + np.exp(-gap / temperature))
@@ -308,14 +310,14 @@ def test_a_step_reads_nothing_back_from_the_device(temperature, context):
     model.family = dataclasses.replace(model.family, block_origin="absolute")
     config = DecodeConfig(8, 4, temperature=temperature, context=context)
     rows = [
-        Row(i, i, [0] * i, [2] * 8, plan_row(i, config, "absolute")) for i in (1, 4, 7)
+        Row(i, i, [0] * i, [2] * 8, config.method.plan(i, "absolute")) for i in (1, 4, 7)
     ]  # blocks of different widths
     canvas = Canvas.begin(rows, model.family, model.weight)
     context = DecodeContext.begin(model, config, canvas)
     with Reads() as reads:
         for step in range(8):
             turns = [row.plan[step] for row in rows]
-            bwsft.decoding.generate.denoise(model, context, canvas, turns, step)
+            bwsft.decoding.generate.denoise(context, canvas, turns, step)
     assert reads.found == []
     assert not (canvas.ids == model.family.mask_id).any()
     with Reads() as reads:
@@ -341,31 +343,14 @@ def test_no_rule_reads_back_from_the_device(fields, monkeypatch):
     model = Biased([0.9, 0.0, 5.0])
     config = DecodeConfig(8, 4, temperature=1.0, **fields)
     rows = make_rows([[0], [0] * 3], None, [0, 1], model.family, config)
-    canvas = Canvas.begin(rows, model.family, model.weight, config.dynamic)
-    if config.rule == "apd":
-        context = VerifiedContext.begin_with(None, model, config, canvas)
-    else:
-        context = DecodeContext.begin(model, config, canvas)
+    canvas = Canvas.begin(rows, model.family, model.weight, config.method.dynamic)
+    context = config.method.context_type.begin(model, config, canvas)
     with Reads() as reads:
-        for step in range(1 if config.dynamic else 8):
+        for step in range(1 if config.method.dynamic else 8):
             turns = [row.plan[step] for row in rows]
-            bwsft.decoding.generate.denoise(model, context, canvas, turns, step)
+            bwsft.decoding.generate.denoise(context, canvas, turns, step)
     assert reads.found == []
     assert (canvas.ids != model.family.mask_id).sum() > 4  # something was committed
-
-
-def test_full_canvas_without_the_early_exit():
-    model = model_of(12)
-    prompts = prompts_of(12, (2, 5, 9, 12))
-    config = DecodeConfig(24, 8, steps=12)
-    whole = traced(model, prompts, dataclasses.replace(config, stop_at_end=False))
-    for short, full in zip(traced(model, prompts, config), whole, strict=True):
-        assert short.steps <= full.steps == 12 and len(full.trace) == 24
-        assert (short.tokens, short.ended) == (full.tokens, full.ended)
-        # Confidences may differ in the last bit: batches of other sizes sum in another order.
-        assert [c[:3] for c in full.trace[: len(short.trace)]] == [c[:3] for c in short.trace]
-        assert sorted(c.position for c in full.trace) == list(range(24))
-        assert full.trace == sorted(full.trace)
 
 
 def test_mask_spare_rows_and_banned_ids_are_never_produced():

@@ -1,19 +1,20 @@
 """The decoder's policies one by one: quotas, block grid, plan, commitment, finality, settings."""
 
 import dataclasses
+import inspect
+import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_decoding import bounds_of
 
-from bwsft.decoding.plan import (
-    DecodeConfig,
-    block_bounds,
-    final_rows,
-    plan_row,
-    quotas,
-)
+from bwsft.decoding.canvas import final_rows
+from bwsft.decoding.config import RULES, DecodeConfig, DecodeSettings
+from bwsft.decoding.plan import quotas
 from bwsft.decoding.rules import commit_quota
 
 ORIGINS = st.sampled_from(["response", "absolute"])
@@ -45,7 +46,7 @@ def test_quotas_by_hand(masked, steps, expected):
 
 @given(st.integers(0, 60), configs(), ORIGINS)
 def test_blocks_tile_the_canvas_on_their_grid(prompt, config, origin):
-    bounds = block_bounds(prompt, config, origin)
+    bounds = bounds_of(prompt, config, origin)
     covered = [i for start, stop in bounds for i in range(start, stop)]
     assert covered == list(range(prompt, prompt + config.gen_length))
     assert all(0 < stop - start <= config.block_size for start, stop in bounds)
@@ -56,47 +57,36 @@ def test_blocks_tile_the_canvas_on_their_grid(prompt, config, origin):
 
 def test_blocks_by_hand():
     config = DecodeConfig(gen_length=8, block_size=4)
-    assert block_bounds(5, config, "response") == [(5, 9), (9, 13)]
-    assert block_bounds(5, config, "absolute") == [(5, 8), (8, 12), (12, 13)]
-    assert block_bounds(8, config, "absolute") == [(8, 12), (12, 16)]
-
-
-@given(st.integers(0, 60), configs(), ORIGINS)
-def test_a_plan_commits_every_position_once_block_by_block(prompt, config, origin):
-    plan = plan_row(prompt, config, origin)
-    assert all(1 <= turn.quota <= turn.masked for turn in plan)
-    assert sum(turn.quota for turn in plan) == config.gen_length
-    for start, stop in block_bounds(prompt, config, origin):
-        turns = [turn for turn in plan if (turn.start, turn.stop) == (start, stop)]
-        assert len(turns) == min(config.steps_per_block, stop - start)
-        left = [turn.masked for turn in turns] + [0]
-        assert left[0] == stop - start
-        assert [a - b for a, b in zip(left, left[1:], strict=False)] == [t.quota for t in turns]
-    assert [turn.start for turn in plan] == sorted(turn.start for turn in plan)
+    assert bounds_of(5, config, "response") == [(5, 9), (9, 13)]
+    assert bounds_of(5, config, "absolute") == [(5, 8), (8, 12), (12, 13)]
+    assert bounds_of(8, config, "absolute") == [(8, 12), (12, 16)]
 
 
 @given(st.integers(0, 60), configs(), ORIGINS, st.data())
-def test_a_plan_leaves_given_tokens_out(prompt, config, origin, data):
-    places = st.sets(st.integers(0, config.gen_length - 1))
-    given_places = data.draw(places)
-    plan = plan_row(prompt, config, origin, sorted(given_places))
-    assert sum(turn.quota for turn in plan) == config.gen_length - len(given_places)
-    for start, stop in block_bounds(prompt, config, origin):
-        turns = [turn for turn in plan if (turn.start, turn.stop) == (start, stop)]
-        left = stop - start - sum(start <= prompt + place < stop for place in given_places)
-        assert [t.quota for t in turns] == [q for q in quotas(left, config.steps_per_block) if q]
-        assert [t.number for t in turns] == list(range(len(turns)))
-        assert not turns or turns[0].masked == left
+def test_a_plan_commits_every_open_position_once_block_by_block(prompt, config, origin, data):
+    given_places = data.draw(st.sets(st.integers(0, config.gen_length - 1)))
+    plan = config.method.plan(prompt, origin, sorted(given_places))
+    assert sum(step.quota for step in plan) == config.gen_length - len(given_places)
+    assert [step.start for step in plan] == sorted(step.start for step in plan)
+    for start, stop in bounds_of(prompt, config, origin):
+        steps = [step for step in plan if (step.start, step.stop) == (start, stop)]
+        total = stop - start - sum(start <= prompt + place < stop for place in given_places)
+        shares = quotas(total, config.method.steps_per_block)
+        assert [step.quota for step in steps] == [share for share in shares if share]
+        assert [step.number for step in steps] == list(range(len(steps)))
+        left = [step.masked for step in steps] + [0]
+        assert left[0] == total
+        assert [a - b for a, b in itertools.pairwise(left)] == [step.quota for step in steps]
     dynamic = dataclasses.replace(config, rule="threshold", steps=None)
     openings = [dataclasses.replace(turn, quota=0) for turn in plan if turn.number == 0]
-    assert plan_row(prompt, dynamic, origin, sorted(given_places)) == openings
+    assert dynamic.method.plan(prompt, origin, sorted(given_places)) == openings
 
 
 def test_steps_are_one_per_token_unless_given():
-    assert len(plan_row(3, DecodeConfig(gen_length=12, block_size=4), "response")) == 12
-    assert len(plan_row(3, DecodeConfig(gen_length=12, block_size=4, steps=6), "response")) == 6
     # More steps than tokens: the empty ones are left out.
-    assert len(plan_row(3, DecodeConfig(gen_length=12, block_size=4, steps=30), "response")) == 12
+    for steps, expected in ((None, 12), (6, 6), (30, 12)):
+        config = DecodeConfig(gen_length=12, block_size=4, steps=steps)
+        assert len(config.method.plan(3, "response")) == expected
 
 
 @given(st.data())
@@ -146,9 +136,9 @@ def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
         ({"temperature": -0.1}, "temperature must be 0 or positive"),
         ({"temperature": float("nan")}, "temperature must be 0 or positive"),
         ({"temperature": float("inf")}, "temperature must be 0 or positive"),
-        ({"seed": -1}, "seed must lie in"),
-        ({"seed": 2**63}, "seed must lie in"),
-        ({"min_length": 129}, "min_length must lie in .0, gen_length., not 129"),
+        ({"seed": -1}, "seed must be in"),
+        ({"seed": 2**63}, "seed must be in"),
+        ({"min_length": 129}, "min_length must be in .0, gen_length., not 129"),
         ({"rule": "best"}, "rule must be one of quota, threshold, .* apd, not 'best'"),
         ({"threshold": 0.8}, "threshold belongs to rule threshold or edit, and the rule is quota"),
         ({"rule": "factor", "entropy_bound": 1.0}, "entropy_bound belongs to rule entropy"),
@@ -169,7 +159,7 @@ def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
         ({"rule": "edit", "post_steps": -1}, "post_steps must be 0 or positive, not -1"),
         ({"rule": "edit", "edit_threshold": float("nan")}, "edit_threshold must be 0 or positive"),
         ({"rule": "threshold", "edit_threshold": 0.5}, "edit_threshold belongs to rule edit"),
-        ({"rule": "apd", "mixture": 1.5}, "mixture must lie in .0, 1., not 1.5"),
+        ({"rule": "apd", "mixture": 1.5}, "mixture must be in .0, 1., not 1.5"),
         ({"rule": "apd", "lookahead": 0}, "lookahead must be at least 1, not 0"),
         ({"rule": "apd", "kv_window": 0}, "kv_window must be at least 1, not 0"),
         ({"rule": "apd", "context": "cached"}, "rule apd needs context exact, not cached: its own"),
@@ -192,3 +182,28 @@ def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
 def test_bad_settings_name_the_field(fields, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         DecodeConfig(**fields)
+
+
+def test_the_documentation_names_every_rule_with_its_options():
+    text = (Path(__file__).parents[2] / "docs" / "decoders.md").read_text()
+    table = text.partition("What each guarantees")[0]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", table, re.MULTILINE)
+    documented = {name: set(re.findall(r"--([a-z-]+)", options)) for name, options in rows}
+    assert list(documented) == list(RULES)
+    for name, rule in RULES.items():
+        options = {option.replace("_", "-") for option in rule.options()}
+        options |= set() if rule.own_order else {"order"}
+        options |= {"verifier"} if rule.takes_verifier else set()
+        assert documented[name] == options, name
+
+
+def test_help_texts_name_the_rules_of_an_option_and_its_default():
+    source = inspect.getsource(DecodeSettings)
+    for option in {option for rule in RULES.values() for option in rule.options()} - {"steps"}:
+        owners = [rule for rule in RULES.values() if option in rule.options()]
+        (text,) = re.findall(rf'    {option}: .*\n    """([^"]*)"""', source)
+        assert re.match(r"Rules? (.*?):", text)[1] == ", ".join(rule.name for rule in owners)
+        default = getattr(owners[0](DecodeConfig(8, 4)), option)
+        if default is not None:
+            shown = re.search(r"default ([\w.]+?)\.$", text)[1]
+            assert shown == (default if isinstance(default, str) else f"{default:g}")

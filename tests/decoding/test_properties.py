@@ -11,13 +11,14 @@ import torch
 from bwsft_kernels import MaskSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_decoding import MASK, MODES, history, model_of, prompts_of
+from tiny_decoding import MASK, MODES, bounds_of, history, model_of, prompts_of
 
 from bwsft.data.dataset import CanvasLayout, Example, pack
 from bwsft.decoding.canvas import Canvas, Row
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig, PlannedStep, block_bounds, plan_row
+from bwsft.decoding.plan import PlannedStep
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import masked_states
 from bwsft.training.context_modes import Mode
@@ -64,12 +65,12 @@ def test_every_rule_fills_the_canvas_block_by_block(config, origin, data):
         # At least one token in each step, and no step beyond the last token.
         counts = [sum(c.step == step for c in trace) for step in range(result.steps)]
         assert min(counts) >= 1 and sum(counts) == len(trace)
-        bounds = block_bounds(len(prompt), config, origin)
+        bounds = bounds_of(len(prompt), config, origin)
         block_of = {p - len(prompt): b for b, s in enumerate(bounds) for p in range(*s)}
         blocks = [block_of[c.position] for c in trace]
         assert blocks == sorted(blocks)
-        if not config.dynamic:
-            plan = plan_row(len(prompt), config, origin, request=i)
+        if not config.method.dynamic:
+            plan = config.method.plan(len(prompt), origin, request=i)
             assert counts == [turn.quota for turn in plan]
     again = generate(model, prompts, dataclasses.replace(config, batch_size=9), trace=True)
     assert history(again) == history(results)
@@ -110,12 +111,12 @@ def test_cached_block_causal_decoding_equals_whole_forwards_with_the_mask():
 def uncached(model, prompt, config, origin):
     """The response, with a whole block-causal forward in every step."""
     x, first = torch.tensor([*prompt, *[MASK] * config.gen_length]), len(prompt)
-    bounds = block_bounds(first, config, origin)
+    bounds = bounds_of(first, config, origin)
     number = torch.zeros(len(x), dtype=torch.long)
     for k, (start, stop) in enumerate(bounds, 1):
         number[start:stop] = k
     mask = (number[:, None] >= number[None])[None, None]
-    for turn in plan_row(first, config, origin):
+    for turn in config.method.plan(first, origin):
         cu = torch.tensor([0, len(x)])
         hidden = model.hidden_states(x, torch.arange(len(x)), cu, mask=mask)
         p = (hidden @ model.head()[0].T).softmax(-1)

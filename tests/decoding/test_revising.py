@@ -8,12 +8,13 @@ import torch
 from bwsft_kernels.philox import Stream, gumbel, philox_u24
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_decoding import MASK, MODES, VOCABULARY, history, model_of, prompts_of
+from tiny_decoding import MASK, MODES, VOCABULARY, bounds_of, history, model_of, prompts_of
 
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig, block_bounds, plan_row
-from bwsft.decoding.revising import Block, edit, rcr, route
-from bwsft.decoding.schedules import hitting_times, masked_share, routed_shares
+from bwsft.decoding.plan import masked_share, routed_shares
+from bwsft.decoding.revising import Block
+from bwsft.decoding.rules import hitting_times
 
 
 def best_tokens(model, x):
@@ -31,7 +32,7 @@ def slow(model, prompt, config, given=(), request=0):
     response = [*given, *[None] * (config.gen_length - len(given))]
     x = [*prompt, *(MASK if t is None else t for t in response)]
     first, step, commits = len(prompt), 0, []
-    for start, stop in block_bounds(first, config, model.family.block_origin):
+    for start, stop in bounds_of(first, config, model.family.block_origin):
         own = [i for i in range(start, stop) if x[i] == MASK]
         sure, number, after = {}, 0, 0
         while own:
@@ -54,16 +55,16 @@ def slow(model, prompt, config, given=(), request=0):
                 after += 1
                 if not put:
                     break
-            if config.edit_threshold >= 1 or after == config.option("post_steps"):
+            if config.edit_threshold >= 1 or after == config.method.post_steps:
                 break
     return x[first:], commits
 
 
 def shares(config, n):
     """[MASK]s that each step of a block takes."""
-    steps = config.steps_per_block
+    steps = config.method.steps_per_block
     if config.rule == "routed":
-        return routed_shares(n, steps, config.option("schedule"))
+        return routed_shares(n, steps, config.method.schedule)
     return [n // steps + (i < n % steps) for i in range(steps)]
 
 
@@ -75,7 +76,7 @@ def slow_rcr(config, own, masked, x, token, confidence, sure, number, request, s
 
 
 def slow_routed(config, own, masked, x, token, confidence, sure, number, request, step):
-    steps, schedule = config.steps_per_block, config.option("schedule")
+    steps, schedule = config.method.steps_per_block, config.method.schedule
     n, score = len(own), dict(zip(own, (confidence[i] for i in own), strict=True))
     if config.order_noise:
         for i in own:
@@ -86,7 +87,7 @@ def slow_routed(config, own, masked, x, token, confidence, sure, number, request
             score[i] = torch.tensor(score[i], dtype=torch.float64).log().item()
             score[i] += config.order_noise * share * noise
     keep = n - sum(shares(config, n)[: number + 1])
-    pool = own if config.revising else masked
+    pool = own if config.method.revising else masked
     low = sorted(pool, key=lambda i: (-score[i], i))[len(pool) - keep :] if keep else []
     back = []
     for i in low:
@@ -98,12 +99,12 @@ def slow_routed(config, own, masked, x, token, confidence, sure, number, request
 
 
 def slow_edit(config, own, masked, x, token, confidence, sure, number, request, step):
-    put = [i for i in masked if confidence[i] > config.bound]
+    put = [i for i in masked if confidence[i] > config.method.threshold]
     if masked and not put:
         put = [max(masked, key=lambda i: (confidence[i], -i))]
     visible = [i for i in own if i not in masked]
     edited = [
-        i for i in visible if token[i] != x[i] and confidence[i] > config.option("edit_threshold")
+        i for i in visible if token[i] != x[i] and confidence[i] > config.method.edit_threshold
     ]
     return put + edited, []
 
@@ -218,10 +219,11 @@ def block_of(masked, given, confidence, new, token=None, new_token=None):
 def test_rcr_by_hand():
     # Slot 0 was sure and slot 1 was not; 2 and 3 are [MASK]; 4 is given.
     block = block_of([0, 0, 1, 1, 0], [0, 0, 0, 0, 1], [0.9, 0.2, 0, 0, 0], [0, 0, 0.3, 0.8, 9])
-    taken, masked = rcr(block, torch.tensor([3]))
+    rule = DecodeConfig(8, 4, rule="rcr").method
+    taken, masked = rule.remask(block, torch.tensor([3]))
     assert taken.tolist() == [[False, False, True, True, False]]
     assert masked.tolist() == [[False, True, False, False, False]]
-    taken, masked = rcr(block, torch.tensor([4]))
+    taken, masked = rule.remask(block, torch.tensor([4]))
     assert taken.tolist() == [[False, False, True, True, False]] and not masked.any()
 
 
@@ -231,14 +233,15 @@ def test_routing_by_hand():
         [0.1, 0.2, 0.3, 0.4, 0.05, 9], [7, 7, 7, 0, 0, 3], [7, 8, 7, 6, 6, 6],
     )  # fmt: skip
     score, standing = block.new_confidence, torch.tensor([1])
-    taken, masked = route(block, score, standing, "uncond")
+    uncond, cond = (DecodeConfig(8, 4, rule="routed", revise=r).method for r in ("uncond", "cond"))
+    taken, masked = uncond.route(block, score, standing)
     assert taken.tolist() == [[False, False, False, True, False, False]]
     assert masked.tolist() == [[True, True, True, False, True, False]]
     # cond: slot 1 wants another token, and is left alone.
-    masked = route(block, score, standing, "cond").masked
+    masked = cond.route(block, score, standing).cleared
     assert masked.tolist() == [[True, False, True, False, True, False]]
     sure = block._replace(confidence=torch.full((1, 6), 0.15))
-    masked = route(sure, score, standing, "cond").masked  # slot 2 is surer than it was
+    masked = cond.route(sure, score, standing).cleared  # slot 2 is surer than it was
     assert masked.tolist() == [[True, False, False, False, True, False]]
 
 
@@ -248,7 +251,7 @@ def test_editing_by_hand():
         [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], [0.5] * 6,
         [0.9, 0.9, 0.55, 0.7, 0.2, 0.99], [7, 7, 7, 0, 0, 3], [7, 8, 8, 6, 6, 6],
     )  # fmt: skip
-    taken, masked = edit(config, block, block.new_confidence)
+    taken, masked = config.method.edit(block, block.new_confidence)
     assert taken.tolist() == [[False, True, False, True, False, False]]
     assert masked.tolist() == [[False, False, False, False, True, False]]
 
@@ -306,7 +309,7 @@ def test_what_holds_for_every_revising_rule(config, origin, seed):
         assert {c.position for c in result.trace} == open_places
         end = next((i for i, t in enumerate(response) if t in model.family.end_ids), None)
         assert (result.tokens, result.ended) == (response[:end], end is not None)
-        bounds = block_bounds(len(prompt), config, origin)
+        bounds = bounds_of(len(prompt), config, origin)
         block = {p - len(prompt): b for b, s in enumerate(bounds) for p in range(*s)}
         order = [block[c.position] for c in result.trace]
         assert order == sorted(order) and [c.step for c in result.trace] == sorted(
@@ -314,9 +317,9 @@ def test_what_holds_for_every_revising_rule(config, origin, seed):
         )
         limit = {b: sum(block[p] == b for p in open_places) for b in set(order)}
         if config.rule == "edit":
-            assert result.steps <= sum(n + config.option("post_steps") for n in limit.values())
+            assert result.steps <= sum(n + config.method.post_steps for n in limit.values())
         else:
-            assert result.steps == len(plan_row(len(prompt), config, origin, [
+            assert result.steps == len(config.method.plan(len(prompt), origin, [
                 p for p in range(config.gen_length) if p not in open_places]))  # fmt: skip
     alone = [
         generate(model, [p], whole, trace=True, requests=[i], canvases=[given[i]])[0]
@@ -360,6 +363,6 @@ def test_first_hitting_reveals_the_latest_times_first(fields):
             steps = {c.position: c.step for c in block}
             latest = sorted(steps, key=lambda p: -times[p])
             assert [steps[p] for p in latest] == sorted(steps.values())
-        plan = plan_row(first, config, "response", request=request)
+        plan = config.method.plan(first, "response", request=request)
         counts = [sum(c.step == step for c in result.trace) for step in range(result.steps)]
         assert counts == [turn.quota for turn in plan]

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bwsft.decoding.plan import DecodeConfig, plan_row, quotas
-from bwsft.decoding.schedules import hitting_shares, hitting_times, masked_share, routed_shares
+from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.plan import hitting_shares, masked_share, quotas, routed_shares
+from bwsft.decoding.rules import hitting_times
 
 ONE = 2**24
 
@@ -136,7 +137,7 @@ def test_a_plan_of_first_hitting_follows_the_times():
         range(4), ("response", "absolute"), ({}, {"clip": (0.3, 0.8)}, {"steps": 8})
     ):
         config = DecodeConfig(16, 4, rule="first_hitting", seed=5, **fields)
-        plan = plan_row(6, config, origin, given=[1, 9], request=request)
+        plan = config.method.plan(6, origin, given=[1, 9], request=request)
         assert sum(turn.quota for turn in plan) == 14
         for start in {turn.start for turn in plan}:
             turns = [turn for turn in plan if turn.start == start]

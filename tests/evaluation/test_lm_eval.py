@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from bwsft.data import word_problems as wordproblems
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
 
 needs_harness = pytest.mark.skipif(

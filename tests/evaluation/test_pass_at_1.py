@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bwsft.evaluation.pass_at_1 import Decoded, EvaluateOptions, compare, evaluate
+from bwsft.decoding.result import Decoded
+from bwsft.evaluation.pass_at_1 import EvaluateOptions, compare, evaluate
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
 needs_data = pytest.mark.skipif(not DATA, reason="set BWSFT_DATA_DIR to the test data")

@@ -26,9 +26,9 @@ from transformers import (
 from bwsft import config as c
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands.export import ExportOptions, run_export
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.models.dream_sdar import DreamConfig, SdarConfig
 from bwsft.models.families import model_class
 from bwsft.models.llada import LladaConfig

@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.models.backbone import Family
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.kv_cache import Context

@@ -24,8 +24,8 @@ from tiny_packed import (
 from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
 from transformers.models.modernbert import modeling_modernbert
 
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.models.backbone import Family
 from bwsft.models.hf_encoder import new_encoder
 from bwsft.models.kv_cache import Context

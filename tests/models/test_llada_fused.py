@@ -11,9 +11,9 @@ import torch
 from bwsft_kernels import torch_ops as plain
 
 from bwsft.config import LoraConfig
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.models import llada_layers
 from bwsft.models.kv_cache import Context, Span
 from bwsft.models.llada import LladaConfig

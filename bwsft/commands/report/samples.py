@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bwsft_kernels.block_grid import BlockGrid
+
 from bwsft import config as c
 from bwsft.checkpoints.folders import locate
 from bwsft.checkpoints.resolve import Trained, load_trained, pick_device, plan_model, plan_tokenizer
 from bwsft.data import dataset as d
 from bwsft.data.chat_template import METAMATH
-from bwsft.decoding.generate import Generation
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.pipeline import Decoder
-from bwsft.decoding.plan import DecodeConfig
+from bwsft.decoding.result import Generation
 from bwsft.models.backbone import Family
 from bwsft.training.run_data import plan_data
 
@@ -120,7 +122,7 @@ def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generatio
     family, config = decoder.trained.backbone.family, decoder.config
     record = decoder.trace_record(generation)
     record["commits"] = [[*commit[:3], round(commit[3], 4)] for commit in record["commits"]]
-    into = len(prompt) % config.block_size if family.block_origin == "absolute" else 0
+    grid = BlockGrid(config.block_size, family.block_origin)
     return {
         **record,
         "name": name,
@@ -128,7 +130,7 @@ def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generatio
         "text": decoder.text(generation.tokens),
         "ended": generation.ended,
         "steps": generation.steps,
-        "offset": into,
+        "offset": len(prompt) - grid.start(len(prompt)),
         "end_ids": list(family.end_ids),
     }
 
