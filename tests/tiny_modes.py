@@ -2,7 +2,6 @@
 
 import dataclasses
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,12 +17,7 @@ from bwsft.training.context_modes import BlockCausal, Cached, Exact, FrozenConte
 
 MASK, EOS = 49, 1
 PLACE = Place(0, 0, 1, 1)  # the masks of blocks don't depend on it
-KINDS = {
-    "exact": Exact,
-    "frozen": FrozenContext,
-    "cached": partial(Cached, mask_id=MASK),
-    "block_causal": BlockCausal,
-}
+KINDS = {"exact": Exact, "frozen": FrozenContext, "cached": Cached, "block_causal": BlockCausal}
 
 
 def model(seed=3):
@@ -53,7 +47,9 @@ def mode_of(name, backbone=None, *, draws=1, even=False, order="uniform", object
         spec=spec, order=order, draws_per_visit=draws, one_pass=name == "block_causal"
     )
     backbone = model() if backbone is None else backbone
-    return KINDS[name](backbone, objective, spec.grid, torch.device("cpu"), nullcontext, even)
+    more = {"mask_id": spec.mask_id} if name == "cached" else {}
+    place = (spec.grid, torch.device("cpu"), nullcontext, even)
+    return KINDS[name](backbone, objective, *place, **more)
 
 
 def held_out(mode, count):

@@ -2,16 +2,14 @@
 
 import dataclasses
 import warnings
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from bwsft_kernels import MaskSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_decoding import MASK, MODES, bounds_of, history, model_of, prompts_of
+from tiny_modes import PLACE, held_out, mode_of
 
 from bwsft.data.dataset import CanvasLayout, Example, pack
 from bwsft.decoding.canvas import Canvas, Row
@@ -19,9 +17,6 @@ from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.generate import generate
 from bwsft.decoding.plan import PlannedStep
-from bwsft.objectives import blockwise
-from bwsft.objectives.nelbo import masked_states
-from bwsft.training.context_modes import Mode
 
 
 @st.composite
@@ -144,16 +139,6 @@ def test_later_blocks_do_not_reach_a_block_causal_block():
         assert same == equal, context
 
 
-def training_run(mode, model):
-    spec = MaskSpec(block_size=4, mask_id=MASK, seed=5)
-    run = SimpleNamespace(
-        backbone=model, spec=spec, eval_spec=spec, device=torch.device("cpu"),
-        autocast=nullcontext, mode=mode,
-    )  # fmt: skip
-    run.corrupt = lambda b, draw: blockwise.corrupt(b, spec, "uniform", draw, mode.draws)
-    return run
-
-
 def training_batch():
     layout = CanvasLayout(
         mask_id=MASK, eos_id=1, canvas="fixed", block_size=4, gen_length=16, max_length=32
@@ -190,30 +175,30 @@ def decoder_loss(model, context, noisy, start, rows, target, weight):
 
 @pytest.mark.parametrize("name", ["exact", "cached", "block_causal"])
 def test_the_held_out_score_is_what_the_decoder_computes(name):
-    model, batch = model_of(2), training_batch()
-    run = training_run(Mode(name), model)
+    model = model_of(2)
+    mode = mode_of(name, model, mask_id=MASK)
     with torch.no_grad():
-        for state in masked_states(batch, run.spec, 4):
-            found = decoder_loss(
-                model, name, state.noisy, state.start, state.rows, state.target, state.weight
-            )
-            assert run.mode.score(run, state).item() == pytest.approx(found, rel=1e-6)  # fp32 sum
+        for draw in held_out(mode, 4).draws(training_batch()):
+            rows = draw.rows, draw.target, draw.weight
+            found = decoder_loss(model, name, draw.noisy, draw.block_start, *rows)
+            assert mode.score(draw).item() == pytest.approx(found, rel=1e-6)  # fp32 sum
 
 
 @pytest.mark.parametrize("name", ["exact", "cached"])
 def test_the_training_loss_is_what_the_decoder_computes(name):
-    model, batch = model_of(2), training_batch()
-    run = training_run(Mode(name, draws=2 if name == "cached" else 1, even=True), model)
+    model = model_of(2)
+    mode = mode_of(name, model, draws=2 if name == "cached" else 1, even=True, mask_id=MASK)
     with torch.no_grad():
-        for draw, (loss, *_) in enumerate(run.mode.losses(run, batch)):
-            noisy, masked = run.corrupt(batch, draw)
-            n = int(masked.num_rows)
-            rows = (masked.rows[:n], masked.row_target[:n], masked.row_weight[:n])
-            found = decoder_loss(model, name, noisy, masked.block_start, *rows) / run.mode.draws
-            assert loss.item() == pytest.approx(found, rel=1e-6)
+        batch = training_batch()
+        draws = mode.objective.draws(batch, PLACE, None)
+        for loss, draw in zip(mode.losses(batch, PLACE), draws, strict=True):
+            n = int(draw.num_rows)
+            rows = (draw.rows[:n], draw.target[:n], draw.weight[:n])
+            found = decoder_loss(model, name, draw.noisy, draw.block_start, *rows) / draw.of
+            assert loss.total.item() == pytest.approx(found, rel=1e-6)
             other = "exact" if name == "cached" else "cached"
             assert found != pytest.approx(
-                decoder_loss(model, other, noisy, masked.block_start, *rows), rel=1e-3
+                decoder_loss(model, other, draw.noisy, draw.block_start, *rows), rel=1e-3
             )
 
 
