@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from bwsft_kernels import MaskSpec
 
-from bwsft.data.dataset import CanvasLayout, Example, pack
+from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.models.kv_cache import Span
 from bwsft.objectives import blockwise
 

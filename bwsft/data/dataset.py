@@ -15,29 +15,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bwsft.data import chat_template as templates
-from bwsft.data import records, token_cache
-from bwsft.data.chat_template import Template, load_tokenizer
-from bwsft.data.packing import Batch, CanvasLayout, Example, order, pack, slots, split_holdout
-from bwsft.data.tokenizer import add_mask_token, mask_id_for
+from bwsft.data import chat_template, records, token_cache
+from bwsft.data import tokenizer as tokenizer_module
+from bwsft.data.chat_template import Template
+from bwsft.data.packing import CanvasLayout, Example
 from bwsft.utils import strict_json
-
-__all__ = [
-    "Batch",
-    "CanvasLayout",
-    "DataOptions",
-    "Example",
-    "Template",
-    "TokenizedSet",
-    "add_mask_token",
-    "load_set",
-    "load_tokenizer",
-    "mask_id_for",
-    "order",
-    "pack",
-    "slots",
-    "split_holdout",
-]
 
 LISTED = 20  # malformed records that a report names; the rest are only counted
 CHUNK = 1024  # records per call of the tokenizer
@@ -152,7 +134,7 @@ def load_set(
     path = None
     if opened.digest is not None:
         folder = cache_dir or os.environ.get("BWSFT_CACHE") or Path.home() / ".cache" / "bwsft"
-        key = _cache_key(opened.digest, templates.tokenizer_digest(tokenizer), options)
+        key = _cache_key(opened.digest, tokenizer_module.tokenizer_digest(tokenizer), options)
         path = Path(folder).expanduser() / f"{key}.safetensors"
     whole = token_cache.load(path) if path else None
     if whole is None:
@@ -166,8 +148,8 @@ def load_set(
 
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
-    files = (records.__file__, strict_json.__file__, templates.__file__, __file__)
-    code = [Path(file).read_bytes() for file in files]
+    modules = (records, strict_json, chat_template, tokenizer_module)
+    code = [Path(file).read_bytes() for file in (*(m.__file__ for m in modules), __file__)]
     parts = [source, tokenizer, options.template, options.on_bad, options.exclude_type]
     parts += [hashlib.sha256(text).hexdigest() for text in code]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -298,3 +280,8 @@ def _check_ids(kept: TokenizedSet, name: str, options: DataOptions) -> None:
         f"record {row + 1} of {name} contains token id {token}, outside the model's vocabulary of"
         f" {options.vocab_size}: tokenizer and model don't belong together"
     )
+
+
+# Until training/{setup,run_data,hf_trainer}.py name the modules that define them.
+from bwsft.data.packing import Batch, order, pack, slots, split_holdout  # noqa: E402, F401
+from bwsft.data.tokenizer import load_tokenizer  # noqa: E402, F401

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from bwsft import presets
 from bwsft.checkpoints.resolve import Trained, load_trained
-from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.data.chat_template import Template
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.generate import Generation, decode_stream
 from bwsft.decoding.plan import DecodeConfig, Rule
 from bwsft.decoding.request import check_request

@@ -230,3 +230,8 @@ def check_positions(
             f"a sequence needs {longest} positions, the model has {max_positions}: shorten the "
             "prompt, or lower max_length or gen_length"
         )
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, in a fixed order: the key of the saved moments."""
+    return {n: p for n, p in sorted(model.named_parameters()) if p.requires_grad}

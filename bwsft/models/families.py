@@ -28,8 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from bwsft.data.chat_template import load_tokenizer
-from bwsft.data.tokenizer import own_mask_id
+from bwsft.data.tokenizer import load_tokenizer, own_mask_id
 from bwsft.models import dream_sdar as dream_sdar  # registers Dream and SDAR with transformers
 from bwsft.models import llada
 from bwsft.models.backbone import Backbone, Family

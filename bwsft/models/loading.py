@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from bwsft.data.tokenizer import add_mask_token
+from bwsft.data.tokenizer import add_mask_token, merged_end_ids
 from bwsft.models.backbone import Backbone, Family
 from bwsft.models.families import (
     DECODERS,
@@ -166,7 +166,7 @@ def _family(folder: Path, config: PreTrainedConfig) -> Family:
     ids = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = ids if isinstance(ids, list) else [ids]
     added = [i for i in ids if type(i) is int and 0 <= i < family.vocab_size]
-    return replace(family, end_ids=tuple(dict.fromkeys((*family.end_ids, *added))))
+    return replace(family, end_ids=merged_end_ids(family.end_ids, added))
 
 
 def _expected_shapes(config: PreTrainedConfig, folder: Path) -> tuple[Shapes, dict[str, str]]:

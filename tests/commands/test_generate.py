@@ -15,7 +15,8 @@ from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
 from bwsft.commands import generate as infer
 from bwsft.commands.generate import GenerateOptions, run_generate
-from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.data.chat_template import Template
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding import pipeline as decoder
 from bwsft.decoding.generate import Generation, generate
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bwsft.data.chat_template import METAMATH, Template, load_tokenizer, tokenizer_digest
+from bwsft.data.chat_template import METAMATH, Template
 from bwsft.data.records import Record
-from bwsft.data.tokenizer import mask_id_for
+from bwsft.data.tokenizer import load_tokenizer, mask_id_for, tokenizer_digest
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
 needs_data = pytest.mark.skipif(not DATA, reason="BWSFT_DATA_DIR is not set")

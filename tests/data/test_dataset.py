@@ -9,7 +9,8 @@ import pytest
 
 from bwsft.data import dataset as data
 from bwsft.data import token_cache
-from bwsft.data.dataset import CanvasLayout, DataOptions, load_set, pack
+from bwsft.data.dataset import DataOptions, load_set
+from bwsft.data.packing import CanvasLayout, pack
 
 EOS = 256
 PLAIN = DataOptions(template="none", max_length=20, gen_length=8)
@@ -207,8 +208,8 @@ def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypat
     assert other.prompt(1).tolist() == [257]
     assert entries() == 6
     edited = tmp_path / "templates.py"
-    edited.write_text(Path(data.templates.__file__).read_text() + "# edited\n")
-    monkeypatch.setattr(data.templates, "__file__", str(edited))
+    edited.write_text(Path(data.chat_template.__file__).read_text() + "# edited\n")
+    monkeypatch.setattr(data.chat_template, "__file__", str(edited))
     load_set(source, tokenizer, PLAIN, tmp_path / "cache")
     assert entries() == 7
 

@@ -6,15 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bwsft.data.dataset import (
-    CanvasLayout,
-    DataOptions,
-    load_set,
-    load_tokenizer,
-    order,
-    pack,
-    slots,
-)
+from bwsft.data.dataset import DataOptions, load_set
+from bwsft.data.packing import CanvasLayout, order, pack, slots
+from bwsft.data.tokenizer import load_tokenizer
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
 pytestmark = pytest.mark.skipif(not DATA, reason="BWSFT_DATA_DIR is not set")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_decoding import MASK, MODES, history, model_of, prompts_of
 
-from bwsft.data.dataset import CanvasLayout, Example, pack
+from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.decoding.canvas import Canvas, Row
 from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.generate import generate

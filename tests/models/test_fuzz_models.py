@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save, save_file
 
 from bwsft import config as c
 from bwsft.cli import main
-from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.data.chat_template import Template
 from bwsft.data.records import Record
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.llada import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
 from bwsft.models.lora import add_lora, load_adapter
@@ -82,7 +83,7 @@ def use_tokenizer(folder):
 
 LOAD = {
     "model": lambda folder: (read_family(folder), load_backbone(folder)),
-    "adapter": lambda folder, base=None: load_adapter(base or tiny(), folder, trainable=False),
+    "adapter": lambda folder, base=None: load_adapter(base or tiny(), folder),
     "tokenizer": use_tokenizer,
 }
 
@@ -300,7 +301,7 @@ def test_adapters_of_another_model(originals, tmp_path, fault):
     tensors = {n: t.contiguous() for n, t in change(load_file(tmp_path / ADAPTER)).items()}
     save_file(tensors, tmp_path / ADAPTER)
     with pytest.raises(ValueError, match=word):
-        load_adapter(tiny(), tmp_path, trainable=False)
+        load_adapter(tiny(), tmp_path)
 
 
 @pytest.mark.parametrize("fields", [{"d_model": 32}, {"n_layers": 1}, {"mlp_hidden_size": 32}])
@@ -317,7 +318,7 @@ def test_the_adapters_that_fit_are_applied(originals, tmp_path):
     fields = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 5}, "target_modules": ".*"}
     (tmp_path / "adapter_config.json").write_text(adapter_config(originals, **fields))
     backbone, before = tiny(), tiny().model.state_dict()
-    load_adapter(backbone, tmp_path, trainable=False)
+    load_adapter(backbone, tmp_path)
     assert not any(p.requires_grad for p in backbone.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ from torch import nn
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import plan_model
-from bwsft.data.chat_template import load_tokenizer
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.llada import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.lora import LLADA_TARGETS, add_lora

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from bwsft_kernels import MaskSpec
 
-from bwsft.data.dataset import CanvasLayout, Example, pack
+from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.models.llada import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.objectives import blockwise

@@ -12,10 +12,10 @@ import torch
 
 from bwsft import config as c
 from bwsft.cli import main
+from bwsft.models.backbone import trainable
 from bwsft.training import guards as w
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
-from bwsft.training.optim import trainable
 
 LORA = c.LoraConfig(rank=3, alpha=6.0, dropout=0.3)
 SKIP = c.WatchConfig(4.0, 4.0, spike_action="skip", spike_window=8)
