@@ -6,7 +6,7 @@ import random
 import torch
 
 from bwsft.models.backbone import Backbone
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 
 VOCABULARY, MASK, ENDS = 16, 15, (1, 2)

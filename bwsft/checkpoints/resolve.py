@@ -17,8 +17,10 @@ from bwsft.checkpoints.state import STATE, read_state
 from bwsft.data.chat_template import Template
 from bwsft.data.tokenizer import add_mask_token, load_tokenizer, mask_id_for, merged_end_ids
 from bwsft.models.backbone import Backbone, Family, check_context
-from bwsft.models.llada import LladaConfig, family_of
-from bwsft.models.loading import Facts, load_backbone, new_backbone, read_family
+from bwsft.models.families import Facts
+from bwsft.models.llada import family_of
+from bwsft.models.llada_config import LladaConfig
+from bwsft.models.loading import load_backbone, new_backbone, read_family
 from bwsft.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
 from bwsft.models.quantization import quantize, require_bitsandbytes
 from bwsft.utils.devices import device_name as device_name  # until trainer.py names it there

@@ -5,14 +5,22 @@ T packed tokens, S sequences, N loss rows, D hidden size, V vocabulary (rows of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from bwsft_kernels import linear_argmax, linear_cross_entropy
 from torch import Tensor, nn
 
-from bwsft.models.kv_cache import Context, ContextCache, Span
+from bwsft.models.attention import (
+    ActiveLayout,
+    Layout,
+    compute_dtype,
+    packed_layout,
+    varlen_kernel,
+)
+from bwsft.models.kv_cache import CacheShape, Context, ContextCache, Span
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,8 @@ class Backbone(nn.Module):
     """A Hugging Face model, possibly wrapped by peft, behind the one entry of a training step.
 
     Head and loss live inside :meth:`forward`, so that the hooks of DDP and FSDP see the whole
-    step. A family implements :meth:`hidden_states`, :meth:`active_hidden_states`,
-    :meth:`new_cache`, :meth:`head` and :meth:`set_gradient_checkpointing`.
+    step. A family implements :meth:`run_layers`, :meth:`cache_shape`, :meth:`head` and
+    :meth:`set_gradient_checkpointing`.
     """
 
     def __init__(self, model: nn.Module, family: Family):
@@ -72,18 +80,51 @@ class Backbone(nn.Module):
         ``family.max_positions``, and on a CPU for an id or position out of range (on CUDA the
         embedding asserts on the device).
         """
-        raise NotImplementedError
+        check_ids(ids, self.family.vocab_size)
+        kernel = self.varlen_kernel() if mask is None else None
+        layout = packed_layout(cu_seqlens, max_length, kernel)
+        check_positions(layout.max_length, position_ids, self.family.max_positions, mask)
+        if mask is not None:
+            layout = replace(layout, mask=mask)
+        if context is not None:
+            slots = context.packed_slots(cu_seqlens, position_ids)
+            layout = replace(layout, cache=context, cache_slots=slots)
+        return self.run_layers(ids, position_ids, layout, wanted)
 
     def active_hidden_states(
         self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
     ) -> Tensor:
-        """Rows of a span, ids [S, W], against the cached context -> [S * W, D] after the final
+        """Tokens of a span, ids [S, W], against the cached context -> [S * W, D] after the final
         norm. Without gradients their keys and values stay in the cache. ``wanted`` [S, W']:
-        indices into the S * W rows, as in :meth:`hidden_states`."""
+        indices into the S * W tokens, as in :meth:`hidden_states`."""
+        check_ids(ids, self.family.vocab_size)
+        positions = span.positions()
+        slots = cache.slots(positions, span.repeats())
+        layout = ActiveLayout(cache, slots, len(ids), cache.mask())
+        return self.run_layers(ids.flatten(), positions.flatten(), layout, wanted)
+
+    def run_layers(
+        self, ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Embedding, layers and final norm: ids and positions [T] of a layout -> [T, D], or of the
+        tokens with indices ``wanted`` [S, W] alone, [S * W, D]."""
         raise NotImplementedError
+
+    def varlen_kernel(self) -> Callable | None:
+        """The attention function for packed tokens here, None for padding inside attention."""
+        model, width = self.base_model, self.cache_shape().head_dim
+        weight = model.get_input_embeddings().weight
+        chosen = model.config._attn_implementation
+        return varlen_kernel(weight.device, compute_dtype(weight), width, chosen)
 
     def new_cache(self, num_sequences: int, length: int) -> ContextCache:
         """An empty context cache for sequences of at most ``length`` positions."""
+        weight = self.base_model.get_input_embeddings().weight
+        like = torch.empty((), dtype=compute_dtype(weight), device=weight.device)
+        return ContextCache.allocate(self.cache_shape(), num_sequences, length, like)
+
+    def cache_shape(self) -> CacheShape:
+        """Layers, key/value heads and their width."""
         raise NotImplementedError
 
     def head(self) -> tuple[Tensor, Tensor | None]:

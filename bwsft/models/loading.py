@@ -26,8 +26,6 @@ from bwsft.models.families import (
 from bwsft.models.weight_files import Shapes, check_tensors, read_json, stored_shapes
 from bwsft.utils import strict_json
 
-__all__ = ["Facts", "as_backbone", "load_backbone", "new_backbone", "read_family", "set_mask"]
-
 
 def load_backbone(
     path: str | Path,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bwsft.models.attention import ActiveLayout
 from bwsft.models.backbone import Family
-from bwsft.models.hf_decoder import DecoderBackbone, _ActiveCache, new_decoder
+from bwsft.models.hf_decoder import DecoderBackbone, new_decoder
 from bwsft.models.kv_cache import ContextCache, Span
 from bwsft.models.loading import model_folder
 from bwsft.models.weight_files import stored_shapes
@@ -40,10 +41,10 @@ class Verifier:
         """Rows of a span, ids [S, W], each after the cached positions before it -> [S * W, D].
         Their keys and values stay in the cache."""
         positions = span.positions()
-        recorder = _ActiveCache(cache, cache.slots(positions, span.repeats()))
-        slot = torch.arange(cache.reach, device=ids.device)
-        mask = (slot <= positions[..., None])[:, None]
-        return self.decoder._run(ids, positions, mask, recorder)
+        slots = cache.slots(positions, span.repeats())
+        mask = torch.arange(cache.reach, device=ids.device) <= positions[..., None]  # [S, W, reach]
+        layout = ActiveLayout(cache, slots, len(ids), mask[:, None])
+        return self.decoder.run_layers(ids.flatten(), positions.flatten(), layout)
 
 
 def new_verifier(model: PreTrainedModel, name: str = "") -> Verifier:

@@ -22,7 +22,7 @@ from bwsft.decoding.generate import Generation, generate
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder
 from bwsft.decoding.plan import DecodeConfig
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.verifier import load_verifier
 from bwsft.training.optim import make_optimizer

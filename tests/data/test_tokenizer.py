@@ -30,14 +30,8 @@ from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.dream_sdar import SdarConfig
-from bwsft.models.loading import (
-    Facts,
-    as_backbone,
-    load_backbone,
-    new_backbone,
-    read_family,
-    set_mask,
-)
+from bwsft.models.families import Facts
+from bwsft.models.loading import as_backbone, load_backbone, new_backbone, read_family, set_mask
 from bwsft.training import trainer as t
 from bwsft.training.hf_trainer import BlockwiseTrainer, load_examples
 

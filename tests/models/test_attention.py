@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from bwsft_kernels import torch_ops as plain
 
 from bwsft.models import attention
-from bwsft.models.llada import LladaBackbone, LladaConfig
+from bwsft.models.llada import LladaBackbone
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.llada_layers import LladaRMSNorm
 from bwsft.models.loading import new_backbone
 
@@ -162,7 +163,7 @@ def test_varlen_kernels_get_packed_rows(monkeypatch, max_length):
         told.append(args[-1])
         return loop_kernel(*args)
 
-    monkeypatch.setattr("bwsft.models.llada.varlen_kernel", lambda *a: kernel)
+    monkeypatch.setattr("bwsft.models.backbone.varlen_kernel", lambda *a: kernel)
     got = b.hidden_states(*packed(), max_length=max_length)
     assert told == [max_length or max(LENGTHS)] * SMALL["n_layers"]
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

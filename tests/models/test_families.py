@@ -31,7 +31,7 @@ from bwsft.decoding.pipeline import Decoder, DecoderOptions
 from bwsft.decoding.plan import DecodeConfig
 from bwsft.models.dream_sdar import DreamConfig, SdarConfig
 from bwsft.models.families import model_class
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import read_family
 from bwsft.objectives.nelbo import masked_states
 from bwsft.training import trainer as t

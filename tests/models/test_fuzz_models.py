@@ -18,7 +18,7 @@ from bwsft.cli import main
 from bwsft.data.chat_template import Template
 from bwsft.data.records import Record
 from bwsft.data.tokenizer import load_tokenizer
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
 from bwsft.models.lora import add_lora, load_adapter
 

@@ -8,7 +8,7 @@ import torch
 from tiny_packed import LENGTHS, MASK, SIZES, STARTS, full, loss_rows, masked, packed, span
 
 from bwsft.models.kv_cache import Context, Span
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 
 

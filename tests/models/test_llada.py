@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bwsft.models.llada import LladaBackbone, LladaConfig
+from bwsft.models.llada import LladaBackbone
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.llada_layers import LladaBlock
 from bwsft.models.loading import new_backbone
 

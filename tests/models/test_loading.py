@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bwsft.models.llada import LladaConfig, LladaForMaskedDiffusion
+from bwsft.models.llada import LladaForMaskedDiffusion
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
 
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import plan_model
 from bwsft.data.tokenizer import load_tokenizer
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.lora import LLADA_TARGETS, add_lora
 from bwsft.models.quantization import quantize, require_bitsandbytes

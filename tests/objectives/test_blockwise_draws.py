@@ -11,7 +11,7 @@ import torch
 from bwsft_kernels import MaskSpec, block_mask
 
 from bwsft import config as c
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.objectives import blockwise
 from bwsft.objectives.config import DiscreteConfig
