@@ -1,7 +1,7 @@
-"""From text to token ids: the prompt's template, and the token that ends an answer.
+"""Renders prompts and answers through a chat template, and turns them into token ids.
 
-Prompt and answer are tokenised apart. A rendered prompt is cut at the special tokens that the
-template itself printed; everything between them, the messages included, is tokenised with special
+Prompt and answer are tokenized apart. A rendered prompt is cut at the special tokens that the
+template itself printed; everything between them, the messages included, is tokenized with special
 tokens switched off. So "<|eot_id|>" typed by a user stays text, and benign text gets the same ids
 that `apply_chat_template` gives.
 """
@@ -24,7 +24,7 @@ PAD_LEFT, PAD_RIGHT = "\t ", " \n"
 
 
 class Template:
-    """Renders and tokenises the records of one data set.
+    """Renders and tokenizes the records of one data set.
 
     `name` is "metamath" (the instruction text as the user's turn), "chat" (the user's text as it
     is) or "none" (the user's text alone, no chat template). metamath does without a chat template
@@ -56,20 +56,13 @@ class Template:
         self.end_id, self._answer_trim = self._find_end()
         self.end_ids = merged_end_ids([self.end_id, tokenizer.eos_token_id])
 
-    def prompt_text(self, messages: tuple[tuple[str, str], ...]) -> str:
-        """The whole prompt as text, up to the first token of the answer."""
-        pieces, contents = self._assemble(messages)
-        return "".join(a + b for a, b in zip(pieces, [*contents, ""], strict=True))
-
     def prepare(self, record: Record) -> tuple[list[str | int], str]:
-        """(prompt as texts and special ids, answer text), ready for `tokenise`. Raises ValueError
+        """(prompt as texts and special ids, answer text), ready for `tokenize`. Raises ValueError
         with what is wrong where the template can't take the record."""
-        return self._segments(*self._assemble(record.messages)), self.answer_text(record.response)
+        answer = _trim(record.response, self._answer_trim) if self._chat else record.response
+        return self._segments(*self._assemble(record.messages)), answer
 
-    def answer_text(self, response: str) -> str:
-        return _trim(response, self._answer_trim) if self._chat else response
-
-    def tokenise(self, prepared: list[tuple[list[str | int], str]]) -> list[tuple[list, list]]:
+    def tokenize(self, prepared: list[tuple[list[str | int], str]]) -> list[tuple[list, list]]:
         """(prompt ids, response ids with the end token) of each prepared record."""
         texts = [part for prompt, _ in prepared for part in prompt if isinstance(part, str)]
         ids = self._text_ids([*texts, *(answer for _, answer in prepared)])
@@ -84,7 +77,7 @@ class Template:
     def encode_prompts(self, queries: list[str]) -> list[list[int]]:
         """Prompt ids of bare questions, for decoding."""
         prepared = [self.prepare(Record((("user", query),), "")) for query in queries]
-        return [prompt for prompt, _ in self.tokenise(prepared)]
+        return [prompt for prompt, _ in self.tokenize(prepared)]
 
     def _text_ids(self, texts: list[str]) -> dict[str, list[int]]:
         unique = list(dict.fromkeys(texts))

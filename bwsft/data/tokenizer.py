@@ -82,7 +82,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, tuple[int, bool, bool]]:
-    """Special token string -> (id, swallows blanks before it, swallows blanks behind it)."""
+    """Special token string -> (id, swallows blanks before it, after it)."""
     added = tokenizer.added_tokens_decoder.items()
     return {t.content: (i, t.lstrip, t.rstrip) for i, t in added if t.special}
 

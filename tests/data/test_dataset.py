@@ -1,4 +1,4 @@
-"""Tokenised sets: what is kept, dropped and refused, and the cache on disk."""
+"""Tokenized sets: what is kept, dropped and refused, and the cache on disk."""
 
 import copy
 import json
@@ -168,7 +168,7 @@ def tokens_of(kept):
 
 def test_cache_is_used_and_mapped(tokenizer, source, tmp_path, monkeypatch):
     first = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-    monkeypatch.setattr(data, "_tokenise", None)  # any further tokenising fails
+    monkeypatch.setattr(data, "_tokenize", None)  # any further tokenizing fails
     second = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
     assert isinstance(second.tokens, np.memmap) and not second.tokens.flags.writeable
     assert tokens_of(first) == tokens_of(second)

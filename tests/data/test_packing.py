@@ -68,7 +68,7 @@ def test_padded_canvas_shows_its_pads():
         ({"canvas": "tight"}, "unknown canvas 'tight'; known are fixed"),
         ({"block_size": 3}, "block_size 3 doesn't divide gen_length 8"),
         ({"block_size": 0}, "at least 1"),
-        ({"block_origin": "left"}, "block_origin is 'left'"),
+        ({"block_origin": "left"}, "block_origin must be one of .*, not 'left'"),
     ],
 )
 def test_layout_complaints(options, complaint):

@@ -78,7 +78,7 @@ def use_tokenizer(folder):
     words = load_tokenizer(folder)
     for name in ("chat", "none"):
         template = Template(words, name)
-        template.tokenise([template.prepare(Record((("user", "1+1"),), "2"))])
+        template.tokenize([template.prepare(Record((("user", "1+1"),), "2"))])
 
 
 LOAD = {
