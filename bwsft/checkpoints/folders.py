@@ -1,4 +1,4 @@
-"""Checkpoints: a folder `checkpoints/step-N` that appears whole or not at all.
+"""Writes, checks and prunes checkpoints: folders `checkpoints/step-N`, whole or not there at all.
 
 It holds the adapter (PEFT layout) or the full model (official layout), the tokenizer,
 optimizer.safetensors, state.json (step, config, data fingerprint, family) and manifest.json with
@@ -16,12 +16,16 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from bwsft.checkpoints.optimizer_state import OPTIMIZER, moments
 from bwsft.checkpoints.state import STATE
+from bwsft.models.backbone import Backbone
 from bwsft.utils import strict_json
 from bwsft.utils.files import folder_atomic, remove_folder, sha256, sweep, write_atomic
 from bwsft.version import __version__
@@ -36,7 +40,13 @@ MANIFEST = "manifest.json"
 
 
 def save_checkpoint(
-    run: Path, step: int, backbone, tokenizer, optimizer, state: dict, whole: tuple | None = None
+    run: Path,
+    step: int,
+    backbone: Backbone,
+    tokenizer: Any,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    whole: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
 ) -> Path:
     """Write checkpoints/step-`step` of a run folder and return it.
 
@@ -73,7 +83,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def save_model(model, folder: Path, weights: dict | None = None) -> None:
+def save_model(model: nn.Module, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Write a model in the official layout, or its adapter in PEFT's where it has one. weights: of
     a sharded model, whole; of an adapter's they may be all that there is."""
     whole = {"state_dict": weights} if weights else {}
@@ -86,7 +96,7 @@ def save_model(model, folder: Path, weights: dict | None = None) -> None:
             model.save_pretrained(folder, **whole)
 
 
-def save_tokenizer(tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer's files; OSError where the disk doesn't take them."""
     try:
         tokenizer.save_pretrained(folder)

@@ -1,5 +1,5 @@
-"""Which model a name stands for: a checkpoint, a run folder, the embedded tiny base, or a small
-random LLaDA; for training and for decoding."""
+"""Finds and loads the model that a name stands for: a checkpoint, a run folder, the embedded tiny
+base, or a small random LLaDA; for training and for decoding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +18,7 @@ from bwsft.checkpoints.state import STATE, read_state
 from bwsft.data.chat_template import Template
 from bwsft.data.tokenizer import add_mask_token, load_tokenizer, mask_id_for, merged_end_ids
 from bwsft.models.backbone import Backbone, Family, check_context
-from bwsft.models.families import Facts
-from bwsft.models.llada import family_of
+from bwsft.models.families import Facts, family_of
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
 from bwsft.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
@@ -74,7 +74,7 @@ def plan_tokenizer(config: c.Config) -> str:
     return locate(config.model)[0] if config.model else str(TINY)
 
 
-def plan_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
+def plan_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
     """The checkpoint that --model names, the embedded base, or a small random LLaDA. The tokenizer
     learns --mask-token."""
     if config.mask_token is not None:
@@ -92,7 +92,7 @@ def plan_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
     return plan
 
 
-def stored_model(config: c.Config, tokenizer) -> ModelPlan:
+def stored_model(config: c.Config, tokenizer: Any) -> ModelPlan:
     """The checkpoint that --model names, or the embedded base."""
     source = locate(config.model)[0] if config.model else str(TINY)
     if (Path(source) / "adapter_config.json").exists():
@@ -131,7 +131,7 @@ def note_block_size(backbone: Backbone, size: int, *, warn: bool = False) -> Non
     config.block_size = size
 
 
-def random_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
+def random_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
     """A random LLaDA of shape --init with the tokenizer's vocabulary and a [MASK] id."""
     mask_id = mask_id_for(tokenizer)
     llada = LladaConfig(
@@ -161,7 +161,7 @@ def weight_dtype(config: c.Config, device: torch.device) -> torch.dtype:
 
 
 def own_memory(backbone: Backbone) -> None:
-    """Copy weights that are views of a mapped file, where they lie at any offset.
+    """Copy weights that are views of a mapped file, which may start at any offset.
 
     MKL promises the same bits from run to run for arrays aligned to 64 bytes only, which the copies
     are: a resumed run maps another file than the one it goes on from.
@@ -176,7 +176,7 @@ class Trained:
     """A model ready to decode, and what its checkpoint remembers of its training."""
 
     backbone: Backbone
-    tokenizer: object
+    tokenizer: Any
     state: dict | None
     folder: str
 

@@ -54,10 +54,28 @@ class AttentionLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
     ) -> Tensor:
-        """As :func:`attend`; with ``width`` the queries are a rectangle [S * width, H, E]."""
+        """Softmax attention, scale 1/sqrt(E). q [T, H, E], k and v [T, K, E] -> [T, H, E].
+
+        With ``width`` q holds that many queries of every sequence, [S * width, H, E]. A sequence
+        gives the same alone as in a batch up to the summation order of the kernel: below 1e-12
+        relative in float64, a few ulp of the dtype otherwise. Padding adds exact zeros.
+        """
         if self.cache is not None:
             self.cache.write(layer, self.cache_slots, k, v)
-        return attend(q, k, v, self, width)
+        k, v = _match_heads(q, k, v, dim=1)
+        if self.kernel is not None:
+            cu, longest = self.cu_seqlens, self.max_length
+            if width is None:
+                return self.kernel(q, k, v, cu, cu, longest, longest)
+            cu_q = torch.arange(self.num_sequences + 1, device=cu.device, dtype=cu.dtype) * width
+            return self.kernel(q, k, v, cu_q, cu, width, longest)
+        if width is not None and self.mask is not None and self.mask.size(2) != 1:
+            raise ValueError("a mask that differs between queries needs all tokens as queries")
+        k, v = (self.grid(x).transpose(1, 2) for x in (k, v))  # [S, K, L, E]
+        q = self.grid(q) if width is None else q.unflatten(0, (-1, width))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=self.mask)
+        out = out.transpose(1, 2).flatten(0, 1)  # [S * L or S * width, H, E]
+        return out if self.slots is None or width is not None else out.index_select(0, self.slots)
 
 
 @dataclass(frozen=True)
@@ -199,35 +217,6 @@ def varlen_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, width: int | None = None
-) -> Tensor:
-    """Softmax attention, scale 1/sqrt(E). q [T, H, E], k and v [T, K, E] -> [T, H, E].
-
-    With ``width`` q holds that many queries of every sequence, [S * width, H, E]. A sequence gives
-    the same alone as in a batch up to the summation order of the kernel: below 1e-12 relative
-    in float64, a few ulp of the dtype otherwise. Padding adds exact zeros.
-    """
-    k, v = _match_heads(q, k, v, dim=1)
-    if layout.kernel is not None:
-        cu, longest = layout.cu_seqlens, layout.max_length
-        if width is None:
-            return layout.kernel(q, k, v, cu, cu, longest, longest)
-        cu_q = torch.arange(layout.num_sequences + 1, device=cu.device, dtype=cu.dtype) * width
-        return layout.kernel(q, k, v, cu_q, cu, width, longest)
-    k, v = (layout.grid(x).transpose(1, 2) for x in (k, v))  # [S, H, L, E]
-    if width is None:
-        q = layout.grid(q).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask)
-        out = out.transpose(1, 2).flatten(0, 1)  # [S * L, H, E]
-        return out if layout.slots is None else out.index_select(0, layout.slots)
-    if layout.mask is not None and layout.mask.size(2) != 1:
-        raise ValueError("a mask that differs between queries needs all rows as queries")
-    q = q.unflatten(0, (-1, width)).transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask)
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _match_heads(q: Tensor, k: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""What every model family offers the trainer and the sampler.
+"""The interface of a model: what every family offers the trainer and the sampler.
 
-T packed tokens, S sequences, N loss rows, D hidden size, V vocabulary (rows of the head).
+T packed tokens, S sequences, N supervised tokens, D hidden size, V vocabulary (rows of the head).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Family:
     mask_id: int
     eos_id: int
     end_ids: tuple[int, ...]  # decoding ends at any of these
-    vocab_size: int  # token ids lie below; the head may have more rows
+    vocab_size: int  # token ids are below it; the head may have more rows
     max_positions: int
     logit_shift: int = 0  # row i predicts token i + logit_shift
     block_origin: str = "response"  # where the block grid starts: "response" | "absolute"
@@ -40,7 +40,7 @@ class Family:
 
 
 class Backbone(nn.Module):
-    """A Hugging Face model, possibly wrapped by peft, behind the one entry of a training step.
+    """A Hugging Face model, possibly wrapped by peft, as training and decoding call it.
 
     Head and loss live inside :meth:`forward`, so that the hooks of DDP and FSDP see the whole
     step. A family implements :meth:`run_layers`, :meth:`cache_shape`, :meth:`head` and
@@ -160,14 +160,14 @@ class Backbone(nn.Module):
         smoothing: Tensor | float = 0.0,
         excluded_id: int | None = None,
     ) -> Any:
-        """Weighted sum of cross-entropies over the loss rows, a float32 scalar.
+        """Weighted sum of cross-entropies over the supervised tokens, a float32 scalar.
 
         ``batch`` has ``ids`` [T] (already masked), ``position_ids`` [T] and ``cu_seqlens``
         [S + 1]; ``rows`` [N] are flat indices into ``ids``, ``target`` [N] the clean tokens (-100
         on the tail) and ``row_weight`` [N] the weights (0 on the tail). Rows are gathered before
         the head, so its cost follows N and not T.
 
-        ``context`` names the span that holds the loss rows: the last layer then runs for it alone,
+        ``context`` names the span that holds those tokens: the last layer then runs for it alone,
         and with a cache all layers do. ``rows`` None is the context pass, which fills that cache.
         ``target`` None predicts: ``linear_argmax`` of the rows, [MASK] left out.
 
@@ -195,16 +195,13 @@ class Backbone(nn.Module):
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
         """(hidden states, where the predicting rows stand in them)."""
-        packed = (batch.ids, batch.position_ids, batch.cu_seqlens)
-        longest = getattr(batch, "max_length", None)
-        mask = getattr(batch, "mask", None)
         if context is None:
-            return self.hidden_states(*packed, max_length=longest, mask=mask), rows
+            return self.hidden_states(**packed(batch), mask=getattr(batch, "mask", None)), rows
         span = context.span.shifted(self.family.logit_shift)
         index = span.index_of(rows, batch.cu_seqlens)
         flat = span.flat(batch.cu_seqlens)
         if context.cache is None:
-            return self.hidden_states(*packed, max_length=longest, wanted=flat), index
+            return self.hidden_states(**packed(batch), wanted=flat), index
         return self.active_hidden_states(batch.ids[flat], span, context.cache), index
 
     @torch.no_grad()
@@ -220,17 +217,15 @@ class Backbone(nn.Module):
         as :meth:`hidden_states`."""
         lengths = batch.cu_seqlens.diff()
         longest = getattr(batch, "max_length", None)
-        even = longest is not None and longest * (len(lengths)) == batch.ids.numel()
+        even = longest is not None and longest * len(lengths) == batch.ids.numel()
         cache.show(longest if even else lengths.long())
-        return self.hidden_states(
-            batch.ids,
-            batch.position_ids,
-            batch.cu_seqlens,
-            cache,
-            max_length=longest,
-            wanted=wanted,
-            mask=mask,
-        )
+        return self.hidden_states(**packed(batch), context=cache, wanted=wanted, mask=mask)
+
+
+def packed(batch: Any) -> dict[str, Any]:
+    """A packed batch as arguments of :meth:`Backbone.hidden_states`."""
+    found = {name: getattr(batch, name) for name in ("ids", "position_ids", "cu_seqlens")}
+    return found | {"max_length": getattr(batch, "max_length", None)}
 
 
 def check_context(family: Family, context: str) -> None:

@@ -30,13 +30,15 @@ from transformers.models.auto.modeling_auto import (
 
 from bwsft.data.tokenizer import load_tokenizer, own_mask_id
 from bwsft.models import dream_sdar as dream_sdar  # registers Dream and SDAR with transformers
-from bwsft.models import llada
 from bwsft.models.backbone import Backbone, Family
 from bwsft.models.hf_decoder import new_decoder
+from bwsft.models.llada import LladaBackbone
 from bwsft.models.llada_config import FIELD_TYPES, LladaConfig
 from bwsft.models.weight_files import read_json
 from bwsft.utils import config_check
 
+# <|eot_id|> of LLaDA's published vocabulary ends a turn; config.json names only <|endoftext|>.
+_LLADA_MASK_ID, _LLADA_EOT_ID = 126336, 126348
 DECODERS = ("qwen2", "qwen3", "llama")
 ENCODERS = ("bert", "modernbert")
 SUPPORTED = ("llada", "Dream", "sdar", *DECODERS, *ENCODERS)
@@ -59,7 +61,7 @@ _MUST_STATE = (
     "vocab_size",
     "max_position_embeddings",
 )
-_MOST_LAYERS = 10_000  # a config of more is built for ever, before anything is compared
+_MOST_LAYERS = 10_000  # a config of more takes forever to build, before anything is compared
 _DTYPES = Literal["float64", "float32", "bfloat16", "float16"] | None
 # What transformers may know of a config.json beside the model's own fields.
 _KEPT = {
@@ -106,7 +108,7 @@ def read_config(folder: Path, facts: Facts | None = None) -> PreTrainedConfig:
     if missing := [name for name in must if found.get(name) is None]:
         raise ValueError(f"{file} lacks {', '.join(missing)}: add the fields")
     if found.get("quantization_config"):
-        raise ValueError(f"{file}: quantised weights are not supported: take the full checkpoint")
+        raise ValueError(f"{file}: quantized weights are not supported: take the full checkpoint")
     typed = {name: hint for name, hint in _typed_fields(kind).items() if name in found}
     for name, hint in typed.items():
         config_check.convert(hint, found[name], str(file), name)
@@ -128,7 +130,7 @@ def _build(kind: str, found: dict, typed: dict[str, Any], file: Path) -> PreTrai
     names = [*typed, "rope_scaling", "rope_parameters"]  # refused by LladaConfig if set
     if kind != LladaConfig.model_type:
         if not 0 < found["num_hidden_layers"] <= _MOST_LAYERS:
-            raise ValueError(f"{file}: num_hidden_layers must lie between 1 and {_MOST_LAYERS:,}")
+            raise ValueError(f"{file}: num_hidden_layers must be between 1 and {_MOST_LAYERS:,}")
         common = {field.name for field in fields(PreTrainedConfig)}
         names += [*_OLDER, *({field.name for field in fields(config_class)} - common)]
         found = {"eos_token_id": None} | found  # not that of the first Llama or ModernBERT
@@ -188,20 +190,20 @@ _REMEDY = {
 def family_of(config: PreTrainedConfig) -> Family:
     """The family's facts from a complete config; ``ValueError`` if it names no mask or end
     token."""
-    kind = config.model_type
-    if kind == LladaConfig.model_type:
-        return llada.family_of(config)
+    kind, size = config.model_type, config.vocab_size
+    grows = kind in (*DECODERS, *ENCODERS)  # by a row, where [MASK] is a new id
     ends = config.eos_token_id
     ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     mask_id = getattr(config, "mask_token_id", None)
     shift = getattr(config, "logit_shift", None) if kind in DECODERS else 0
-    if mask_id is None or shift is None:
+    if grows and None in (mask_id, shift):
         raise ValueError(f"the model has no [MASK]: {_IN_PLACE if kind in ENCODERS else _BOTH}")
-    size = config.vocab_size
-    if not 0 <= mask_id <= size or kind not in (*DECODERS, *ENCODERS) and mask_id == size:
+    if not isinstance(mask_id, int) or not 0 <= mask_id < size + grows:
         raise ValueError(f"config field mask_token_id={mask_id} is no token id below {size}")
     if not ends or not all(isinstance(i, int) and 0 <= i < size for i in ends):
         raise ValueError(f"config field eos_token_id={config.eos_token_id} is no id below {size}")
+    if mask_id == _LLADA_MASK_ID and kind == LladaConfig.model_type and size > _LLADA_EOT_ID:
+        ends += (_LLADA_EOT_ID,)
     family = Family(
         mask_id=mask_id,
         eos_id=ends[0],
@@ -224,10 +226,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def wrap(model: PreTrainedModel, family: Family) -> Backbone:
-    """A transformers model behind the Backbone contract, grown by a row if [MASK] is a new id."""
+    """A transformers model as a Backbone, grown by a row if [MASK] is a new id."""
     kind = model.config.model_type
     if kind == LladaConfig.model_type:
-        return llada.LladaBackbone(model, family)
+        return LladaBackbone(model, family)
     _grow(model, family.mask_id)
     if kind in ENCODERS:
         from bwsft.models.hf_encoder import new_encoder

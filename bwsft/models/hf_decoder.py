@@ -1,4 +1,4 @@
-"""Any Hugging Face decoder (Qwen2, Llama, ...) made bidirectional, behind the Backbone contract.
+"""Any Hugging Face decoder (Qwen2, Llama, ...) made bidirectional, as a Backbone.
 
 The decoder runs as transformers wrote it, on padded rows, under an explicit boolean 4-D mask:
 transformers hands such a mask to SDPA as it is and then drops the causal flag. Keys and values pass

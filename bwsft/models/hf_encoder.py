@@ -1,9 +1,9 @@
-"""Masked-LM encoders of transformers (BERT, ModernBERT) behind the Backbone contract.
+"""Masked-LM encoders of transformers (BERT, ModernBERT) as Backbones, with packed attention.
 
 The layers run as transformers wrote them, on the packed rows as one row of T tokens: all they do
 but attention is row by row. Attention goes through transformers' own registry of attention
 functions to :mod:`bwsft.models.attention`, which keeps sequences apart, and which records and
-reuses keys (after RoPE) and values. ModernBERT's local layers see what lies within half their
+reuses keys (after RoPE) and values. ModernBERT's local layers see what is within half their
 window in either direction, counted in positions, so that noisy copies and cached blocks fit too.
 
 T packed tokens, S sequences, L the longest, W rows of a span, D hidden size, E head width.
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, BertForMaskedLM, ModernBertForMaske
 from transformers.modeling_utils import PreTrainedModel
 
 from bwsft.models.attention import ActiveLayout, Layout, packed_layout
-from bwsft.models.backbone import Backbone, Family
+from bwsft.models.backbone import Backbone, Family, packed
 from bwsft.models.hf_decoder import DecoderBackbone, checkpointed_layers, without_dropout
 from bwsft.models.kv_cache import Context
 
@@ -80,14 +80,7 @@ class EncoderBackbone(DecoderBackbone):
         """As in Backbone; without a span the transform runs for the loss rows alone too."""
         if context is not None:
             return super()._rows_of(batch, rows, context)
-        hidden = self.hidden_states(
-            batch.ids,
-            batch.position_ids,
-            batch.cu_seqlens,
-            max_length=getattr(batch, "max_length", None),
-            wanted=rows,
-            mask=getattr(batch, "mask", None),
-        )
+        hidden = self.hidden_states(**packed(batch), wanted=rows, mask=getattr(batch, "mask", None))
         return hidden, torch.arange(len(rows), device=rows.device)
 
 
@@ -118,13 +111,13 @@ def _transform(model: PreTrainedModel) -> nn.Module:
 
 
 def new_encoder(model: PreTrainedModel, family: Family) -> EncoderBackbone:
-    """Put a masked LM (``BertForMaskedLM``, ``ModernBertForMaskedLM``) behind the contract, in
+    """Put a masked LM (``BertForMaskedLM``, ``ModernBertForMaskedLM``) behind a Backbone, in
     place: its attention function changes, and its own dropouts (0.1 in BERT's configs) are off.
 
-    All context modes and block masks are supported. ``ValueError`` for a family or a model that
-    this cannot serve.
+    All context modes and block masks are supported. ``ValueError`` for a model that this cannot
+    serve.
     """
-    _check(model, family)
+    _check(model)
     without_dropout(model)
     model.set_attn_implementation(_PACKED)
     # transformers names the embeddings too; sharded on their own they would part from a tied head.
@@ -132,7 +125,7 @@ def new_encoder(model: PreTrainedModel, family: Family) -> EncoderBackbone:
     return EncoderBackbone(model, family)
 
 
-def _check(model: PreTrainedModel, family: Family) -> None:
+def _check(model: PreTrainedModel) -> None:
     config = model.config
     if not isinstance(model, (BertForMaskedLM, ModernBertForMaskedLM)):
         raise ValueError(
@@ -145,16 +138,3 @@ def _check(model: PreTrainedModel, family: Family) -> None:
         raise ValueError("chunk_size_feed_forward is not supported: set it to 0 in the config")
     if foreign := set(_layer_types(config)) - {_FULL, _LOCAL}:
         raise ValueError(f"layers of type {', '.join(sorted(foreign))} are not supported")
-    if family.logit_shift or family.softcap is not None:
-        raise ValueError("a masked LM predicts in place: logit_shift must be 0, and softcap None")
-    rows = model.get_input_embeddings().num_embeddings
-    if not max(family.mask_id, family.eos_id) < family.vocab_size <= rows:
-        raise ValueError(
-            f"mask_id={family.mask_id} and eos_id={family.eos_id} must lie below vocab_size="
-            f"{family.vocab_size}, and that within the model's {rows} embeddings"
-        )
-    if family.max_positions > config.max_position_embeddings:
-        raise ValueError(
-            f"the family has {family.max_positions} positions, the model "
-            f"{config.max_position_embeddings}"
-        )

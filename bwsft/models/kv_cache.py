@@ -9,7 +9,7 @@ slots are visible:
 
 cached        context pass with the active block all [MASK]; span = active block; all slots visible
 prefix        as cached, but span = active block + suffix: the suffix is recomputed every step
-block_causal  buffers grow by one finished block at a time; slots behind the block are invisible
+block_causal  buffers grow by one finished block at a time; slots after the block are invisible
 exact with context_grad=False: as cached, but the context pass sees the noisy block itself
 
 S sequences, L slots, W rows of a span, K key/value heads, E head width.
@@ -53,14 +53,14 @@ class Span:
         return cu_seqlens[:-1, None].long() + self.positions()
 
     def index_of(self, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Place in the flattened rectangle [S * W] of packed rows [N] that lie in the span (any
-        valid place for a list's tail, whose rows lie outside and weigh nothing)."""
+        """Place in the flattened rectangle [S * W] of packed rows [N] that are in the span (any
+        valid place for a list's tail, whose rows are outside and weigh nothing)."""
         owner = torch.searchsorted(cu_seqlens[1:], rows, right=True)
         offset = rows - cu_seqlens[owner] - self.start[owner]
         return owner * self.width + offset.clamp(0, self.width - 1)
 
     def places_of(self, part: Span) -> Tensor:
-        """Places [S, W'] in the flattened rectangle [S * W] of a span that lies in this one."""
+        """Places [S, W'] in the flattened rectangle [S * W] of a span within this one."""
         first = torch.arange(len(self.start), device=self.start.device)[:, None] * self.width
         return first + part.positions() - self.start[:, None]
 
@@ -101,11 +101,13 @@ class ContextCache:
     rows: Tensor | None = None
 
     @classmethod
-    def allocate(cls, shape: CacheShape, num_sequences: int, length: int, like: Tensor):
+    def allocate(
+        cls, shape: CacheShape, num_sequences: int, length: int, like: Tensor
+    ) -> ContextCache:
         """Buffers for sequences of at most `length` positions, in the dtype and on the device of
         `like`."""
         size = (num_sequences, length + 1, shape.num_kv_heads, shape.head_dim)
-        # Zeros, because a masked slot still meets a weight of 0, and 0 * NaN would not be 0.
+        # Zeros, because a masked slot is still multiplied by 0, and 0 * NaN would not be 0.
         buffers = [[like.new_zeros(size) for _ in range(shape.num_layers)] for _ in range(2)]
         visible = torch.zeros(num_sequences, dtype=torch.long, device=like.device)
         return cls(buffers[0], buffers[1], visible)
@@ -113,9 +115,6 @@ class ContextCache:
     @property
     def length(self) -> int:
         return self.keys[0].shape[1] - 1
-
-    def bytes(self) -> int:
-        return sum(b.numel() * b.element_size() for b in self.keys + self.values)
 
     def keep(self, rows: Tensor) -> ContextCache:
         """The cache of these rows alone, a list or a bool [S] (retired rows are dropped)."""

@@ -18,13 +18,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
 from bwsft.models.attention import Layout, padded_layout
-from bwsft.models.backbone import Backbone, Family, check_ids, check_positions
+from bwsft.models.backbone import Backbone, check_ids, check_positions
 from bwsft.models.kv_cache import CacheShape
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.llada_layers import LladaModel, LladaRMSNorm
-
-# <|eot_id|> of the published vocabulary: it ends a turn, config.json names only <|endoftext|>.
-_LLADA_MASK_ID, _LLADA_EOT_ID = 126336, 126348
 
 
 class LladaForMaskedDiffusion(PreTrainedModel):
@@ -141,27 +138,6 @@ class LladaBackbone(Backbone):
     def set_fused_ops(self, choice: str) -> None:
         """As :meth:`LladaModel.set_fused_ops`."""
         self.base_model.model.set_fused_ops(choice)
-
-
-def family_of(config: LladaConfig) -> Family:
-    """The family's facts from a config; ``ValueError`` if it names no mask or end token."""
-    for name in ("mask_token_id", "eos_token_id"):
-        value = getattr(config, name)
-        if not isinstance(value, int) or not 0 <= value < config.vocab_size:
-            raise ValueError(
-                f"config field {name}={value!r} must be a token id below "
-                f"vocab_size={config.vocab_size}"
-            )
-    end_ids = (config.eos_token_id,)
-    if config.mask_token_id == _LLADA_MASK_ID and config.vocab_size > _LLADA_EOT_ID:
-        end_ids += (_LLADA_EOT_ID,)
-    return Family(
-        mask_id=config.mask_token_id,
-        eos_id=config.eos_token_id,
-        end_ids=end_ids,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_sequence_length,
-    )
 
 
 AutoModel.register(LladaConfig, LladaForMaskedDiffusion, exist_ok=True)

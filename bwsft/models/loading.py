@@ -50,7 +50,7 @@ def load_backbone(
     family = _family(folder, config)
     stored = stored_shapes(folder)
     layers = config.num_hidden_layers
-    if layers > len(stored):  # building as many, if only on paper, may take for ever
+    if layers > len(stored):  # building as many, if only on paper, may take forever
         raise ValueError(
             f"{folder} holds {len(stored)} tensors, too few for the {layers} layers of "
             "its config.json: take weights and config from the same checkpoint"

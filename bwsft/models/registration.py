@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -22,7 +23,9 @@ _REGISTERED_BY = {
 
 
 class _RegisterAfterImport(MetaPathFinder):
-    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in _REGISTERED_BY:
             return None
         spec = PathFinder.find_spec(name, path, target)

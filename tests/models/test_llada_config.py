@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bwsft.models.llada import LladaBackbone, LladaForMaskedDiffusion, family_of
+from bwsft.models.families import family_of
+from bwsft.models.llada import LladaBackbone, LladaForMaskedDiffusion
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.lora import LLADA_TARGETS
