@@ -44,22 +44,12 @@ ENCODERS = ("bert", "modernbert")
 SUPPORTED = ("llada", "Dream", "sdar", *DECODERS, *ENCODERS)
 
 # Left out of a config.json, these would silently take the value of some large model.
-_LLADA_MUST_STATE = (
-    "d_model",
-    "n_layers",
-    "n_heads",
-    "vocab_size",
-    "max_sequence_length",
-    "rope_theta",
-    "rms_norm_eps",
+_LLADA_MUST_STATE = tuple(
+    "d_model n_layers n_heads vocab_size max_sequence_length rope_theta rms_norm_eps".split()
 )
-_MUST_STATE = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
+_MUST_STATE = tuple(
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "
+    "max_position_embeddings".split()
 )
 _MOST_LAYERS = 10_000  # a config of more takes forever to build, before anything is compared
 _DTYPES = Literal["float64", "float32", "bfloat16", "float16"] | None
@@ -72,8 +62,10 @@ _KEPT = {
 }
 _FACTS = {"mask_token_id": int | None, "logit_shift": Literal[0, 1] | None}
 # Names of older transformers for fields of today.
-_OLDER = ("rope_theta", "rope_scaling", "partial_rotary_factor", "global_rope_theta")
-_OLDER += ("local_rope_theta", "global_attn_every_n_layers")
+_OLDER = tuple(
+    "rope_theta rope_scaling partial_rotary_factor global_rope_theta local_rope_theta "
+    "global_attn_every_n_layers".split()
+)
 
 
 @dataclass(frozen=True)

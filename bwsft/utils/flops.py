@@ -1,14 +1,11 @@
-"""Counts FLOPs as torch does, with the attention of a CPU, which torch leaves out."""
+"""FLOPs as torch counts them, with the attention of a CPU, which torch leaves out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
-Shape = torch.Size
 
 
 def flop_counter() -> FlopCounterMode:
@@ -24,12 +21,12 @@ def flop_counter() -> FlopCounterMode:
     )
 
 
-def _forward(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+def _forward(query, key, value, *args, out_shape=None, **kwargs) -> int:
     """Shapes [S, H, W, E] -> FLOPs; a mask saves nothing."""
     return sdpa_flop_count(query, key, value)
 
 
-def _backward(grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+def _backward(grad, query, key, value, *args, out_shape=None, **kwargs) -> int:
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
