@@ -12,6 +12,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_folders import SHAPE
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -39,11 +40,6 @@ from bwsft.training.setup import setup
 
 B = 4
 MODES = ("exact", "cached", "block_causal")
-# transformers' names; initializer_range makes random models that are sure of something.
-SHAPE = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=96, initializer_range=0.2,
-)  # fmt: skip
 GROUPED = {"num_key_value_heads": 2}
 # The byte-level tokenizers below: 256 EOS, 257 end of turn, 258 [MASK] (where it has one).
 IDS = {"eos_token_id": 256, "pad_token_id": 256}
@@ -186,7 +182,7 @@ class Plain:
             sees = torch.ones(len(ids), len(ids), dtype=torch.bool)
             return self.logits(ids, place, sees)[first:last]
         if mode == "cached":
-            # The canvas that was frozen, and behind it the active rows at the same positions, which
+            # The canvas that was frozen, and after it the active rows at the same positions, which
             # see themselves in the place of what they were.
             rows, size = torch.cat([entered, ids[first:last]]), len(ids)
             active = torch.arange(len(rows)) >= size
@@ -331,7 +327,6 @@ def test_noisy_copies_need_no_positions_of_their_own(name, config_of):
 
     def loss(max_positions):
         run.backbone.family = dataclasses.replace(run.backbone.family, max_positions=max_positions)
-        run.backbone.base_model.config.max_sequence_length = max_positions  # LLaDA reads its config
         (found,) = run.mode.losses(run, batch)
         return found.total.item()
 
