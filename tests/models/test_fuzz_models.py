@@ -3,6 +3,7 @@ in them runs and no pattern in them hangs. (Data and run files: test_fuzz_reader
 
 import json
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -20,12 +21,11 @@ from bwsft.data.records import Record
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
-from bwsft.models.lora import add_lora, load_adapter
+from bwsft.models.lora import ADAPTER, add_lora, load_adapter
 
 SHAPE = dict(d_model=16, n_layers=2, n_heads=2, mlp_hidden_size=24, max_sequence_length=64)
 IDS = dict(vocab_size=320, mask_token_id=257, eos_token_id=256, pad_token_id=256)
-WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safe"
-ADAPTER += "tensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIRD = ["5", True, None, 1.5, -1, 0, 10**9, 10**30, float("inf"), float("nan"), [1], {"a": 1}]
 PLACE = "model.transformer.blocks.0.q_proj"
 
@@ -118,7 +118,7 @@ def edited(content, **entry):
     return len(text).to_bytes(8, "little") + text + rest
 
 
-LIES = {
+FALSE = {
     "header longer than the file": lambda b: (len(b) * 2).to_bytes(8, "little") + b[8:],
     "header of 2^64 bytes": lambda b: b"\xff" * 8 + b[8:],
     "header of no bytes": lambda b: bytes(8) + b[8:],
@@ -142,11 +142,11 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("fault", FALSE)
 @pytest.mark.parametrize(("kind", "file"), [("model", WEIGHTS), ("adapter", ADAPTER)])
-def test_safetensors_that_lie(attempt, originals, kind, file, lie):
-    message = attempt(kind, {file: LIES[lie](originals[kind][file])})
-    assert (message is None) == (kind == "adapter" and lie == "whole numbers"), message
+def test_false_safetensors(attempt, originals, kind, file, fault):
+    message = attempt(kind, {file: FALSE[fault](originals[kind][file])})
+    assert (message is None) == (kind == "adapter" and fault == "whole numbers"), message
 
 
 @pytest.mark.parametrize(("kind", "file"), [("model", WEIGHTS), ("adapter", ADAPTER)])
@@ -216,7 +216,7 @@ def test_wrong_values_in_a_config(attempt, originals, every):
 
 @pytest.mark.parametrize("name", ["n_layers", "d_model", "vocab_size", "mlp_hidden_size"])
 def test_sizes_that_no_memory_holds(attempt, originals, name):
-    """Compared with what is stored before anything is built: a billion layers take for ever even
+    """Compared with what is stored before anything is built: a billion layers take forever even
     without their numbers."""
     good = json.loads(originals["model"]["config.json"])
     assert attempt("model", {"config.json": json.dumps(good | {name: 2**27})})
@@ -270,10 +270,7 @@ def adapter_config(originals, **changes):
 )
 def test_adapter_configs_against_their_tensors(attempt, originals, changes, word):
     message = attempt("adapter", {"adapter_config.json": adapter_config(originals, **changes)})
-    assert message is None if word is None else message
-    if word:
-        with pytest.raises(AssertionError, match=word):
-            raise AssertionError(message)
+    assert message is None if word is None else re.search(word, message)
 
 
 def renamed(old, new):
