@@ -17,7 +17,7 @@ CANVASES = ("fixed", "response", "padded")
 
 
 class Example(NamedTuple):
-    """One visit of one tokenised example; `visit` counts earlier visits (its epoch)."""
+    """One visit of one tokenized example; `visit` counts earlier visits (its epoch)."""
 
     prompt: np.ndarray  # [Lc] int32
     response: np.ndarray  # [Lr] int32, end token included

@@ -173,7 +173,7 @@ def packed_layout(
 
 
 def padded_layout(num_sequences: int, length: int, mask: Tensor | None = None) -> AttentionLayout:
-    """Layout of [S, L] rows flattened to [S * L].
+    """Layout of [S, L] tokens flattened to [S * L].
 
     ``mask``: None; [S, L] with zeros at padding keys; or boolean [S, 1, L, L] (1 broadcasts) with
     True where query (third) may see key (fourth). Anything else raises ``ValueError``.

@@ -33,7 +33,7 @@ class Family:
     end_ids: tuple[int, ...]  # decoding ends at any of these
     vocab_size: int  # token ids are below it; the head may have more rows
     max_positions: int
-    logit_shift: int = 0  # row i predicts token i + logit_shift
+    logit_shift: int = 0  # position i predicts token i + logit_shift
     block_origin: str = "response"  # where the block grid starts: "response" | "absolute"
     attention: str = "full"  # "full" | "block_causal"
     softcap: float | None = None
@@ -75,7 +75,7 @@ class Backbone(nn.Module):
         ``cu_seqlens`` [S + 1] holds the sequences' boundaries, ``position_ids`` [T] each token's
         position. ``context`` takes the keys and values of every layer. ``max_length``, the longest
         sequence where the caller knows it, saves a host read on CUDA. ``wanted`` [S, W]: only
-        these rows come out, [S * W, D], and the last layer runs for them alone. ``mask``, boolean
+        these tokens come out, [S * W, D], and the last layer runs for them alone. ``mask``, boolean
         [S, 1, L, L], says which key (last) a query may see. ``ValueError`` for a sequence beyond
         ``family.max_positions``, and on a CPU for an id or position out of range (on CUDA the
         embedding asserts on the device).
@@ -142,10 +142,10 @@ class Backbone(nn.Module):
             raise ValueError("fused_ops: transformers wrote this model; leave the option at auto")
 
     def predicting_rows(self, rows: Tensor) -> Tensor:
-        """Hidden-state rows that predict the tokens at flat indices ``rows``.
+        """Indices of the hidden states that predict the tokens at flat indices ``rows`` [N].
 
         With a logit shift a prompt must be at least as long as the shift. The clamp serves the
-        tail of a row list, whose rows are 0 and weigh 0.
+        tail of a list, whose indices and weights are 0.
         """
         shift = self.family.logit_shift
         return rows if shift == 0 else (rows - shift).clamp_min(0)
@@ -164,7 +164,7 @@ class Backbone(nn.Module):
 
         ``batch`` has ``ids`` [T] (already masked), ``position_ids`` [T] and ``cu_seqlens``
         [S + 1]; ``rows`` [N] are flat indices into ``ids``, ``target`` [N] the clean tokens (-100
-        on the tail) and ``row_weight`` [N] the weights (0 on the tail). Rows are gathered before
+        on the tail) and ``row_weight`` [N] the weights (0 on the tail). They are gathered before
         the head, so its cost follows N and not T.
 
         ``context`` names the span that holds those tokens: the last layer then runs for it alone,
@@ -194,7 +194,7 @@ class Backbone(nn.Module):
         )
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-        """(hidden states, where the predicting rows stand in them)."""
+        """(hidden states, the indices [N] of the predicting ones in them)."""
         if context is None:
             return self.hidden_states(**packed(batch), mask=getattr(batch, "mask", None)), rows
         span = context.span.shifted(self.family.logit_shift)
@@ -213,8 +213,8 @@ class Backbone(nn.Module):
         *,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Context pass: store every row's keys and values and show them all. Returns hidden states
-        as :meth:`hidden_states`."""
+        """Context pass: store every token's keys and values, and show them all. Returns hidden
+        states as :meth:`hidden_states`."""
         lengths = batch.cu_seqlens.diff()
         longest = getattr(batch, "max_length", None)
         even = longest is not None and longest * len(lengths) == batch.ids.numel()
@@ -253,8 +253,8 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
 def check_positions(
     longest: int, position_ids: Tensor | None, max_positions: int, mask: Tensor | None = None
 ) -> None:
-    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum. Rows
-    under a mask may hold copies at the same positions: there the positions alone count."""
+    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum. Under
+    a mask a sequence may hold copies at the same positions: there the positions alone count."""
     longest = longest if mask is None else 0
     if position_ids is not None and position_ids.device.type == "cpu" and position_ids.numel():
         low, high = (int(i) for i in position_ids.aminmax())

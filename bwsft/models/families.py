@@ -1,6 +1,6 @@
 """The model families: from a config.json to a checked config, a Family and a Backbone.
 
-model_type       attention      a row predicts         [MASK]
+model_type       attention      a position predicts    [MASK]
 llada            full           its own token          config.json
 Dream            full           the next token         config.json
 sdar             block-causal   its own token          config.json, else 151669
@@ -75,7 +75,7 @@ class Facts:
     mask_id: int | None = None
     """Token id of [MASK]; the number of embeddings asks for one more, the mean of the others."""
     logit_shift: int | None = None
-    """1: row i predicts token i + 1, as in an autoregressive model; 0: its own token."""
+    """1: position i predicts token i + 1, as in an autoregressive model; 0: its own token."""
     eos_id: int | None = None
 
     @classmethod

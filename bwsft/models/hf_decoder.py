@@ -1,10 +1,10 @@
 """Any Hugging Face decoder (Qwen2, Llama, ...) made bidirectional, as a Backbone.
 
-The decoder runs as transformers wrote it, on padded rows, under an explicit boolean 4-D mask:
+The decoder runs as transformers wrote it, on padded sequences, under an explicit boolean 4-D mask:
 transformers hands such a mask to SDPA as it is and then drops the causal flag. Keys and values pass
 through its Cache API (after RoPE, as it stores them) into and out of our context cache.
 
-S sequences, T packed tokens, L the longest sequence, W rows of a span, D hidden size, K key/value
+S sequences, T packed tokens, L the longest sequence, W tokens of a span, D hidden size, K key/value
 heads, E head width.
 """
 
@@ -54,7 +54,7 @@ class _LayerCache(Cache):
             return key_states, value_states
         if torch.is_grad_enabled():
             # A copy of the layer's buffers, kept until backward: the context is a constant, the
-            # active rows carry gradient, and no later draw can write into what backward reads.
+            # active tokens carry gradient, and no later draw can write into what backward reads.
             buffers = (context.keys[layer_idx], context.values[layer_idx])
             k, v = (
                 b.flatten(0, 1).index_copy(0, layout.cache_slots, x).view_as(b)
@@ -73,8 +73,8 @@ def _rows(states: Tensor, context: ContextCache) -> Tensor:
 class DecoderBackbone(Backbone):
     """The trainer's and sampler's view of a Hugging Face causal LM; :func:`new_decoder` builds it.
 
-    ``wanted`` only picks rows here: all layers run for the whole batch. Gradient checkpointing
-    covers passes without a cache; an active pass is a few rows and keeps its activations.
+    ``wanted`` only picks tokens here: all layers run for the whole batch. Gradient checkpointing
+    covers passes without a cache; an active pass is a few tokens and keeps its activations.
     """
 
     checkpointing = False
@@ -170,7 +170,7 @@ def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
         if getattr(config, name, None) not in (None, 1):
             raise ValueError(f"config field {name}={getattr(config, name)} is not supported")
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
-        raise ValueError("rope_type longrope makes keys depend on the batch's longest row")
+        raise ValueError("rope_type longrope makes keys depend on the batch's longest sequence")
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap != family.softcap:
         raise ValueError(f"the config caps logits at {softcap}, the family at {family.softcap}")

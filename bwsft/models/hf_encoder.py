@@ -1,12 +1,12 @@
 """Masked-LM encoders of transformers (BERT, ModernBERT) as Backbones, with packed attention.
 
-The layers run as transformers wrote them, on the packed rows as one row of T tokens: all they do
-but attention is row by row. Attention goes through transformers' own registry of attention
+The layers run as transformers wrote them, on the packed tokens as one sequence of T: all they do
+but attention is token by token. Attention goes through transformers' own registry of attention
 functions to :mod:`bwsft.models.attention`, which keeps sequences apart, and which records and
 reuses keys (after RoPE) and values. ModernBERT's local layers see what is within half their
 window in either direction, counted in positions, so that noisy copies and cached blocks fit too.
 
-T packed tokens, S sequences, L the longest, W rows of a span, D hidden size, E head width.
+T packed tokens, S sequences, L the longest, W tokens of a span, D hidden size, E head width.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: q, k, v [1, H, T, E] -> [1, T, H, E]. ``layouts``,
-    one for each layer, say what a row sees; dropout is off here, and the scale is 1/sqrt(E)."""
+    one for each layer, say what a token sees; dropout is off here, and the scale is 1/sqrt(E)."""
     if layouts is None:
         raise ValueError(
-            "this model runs packed rows: call its Backbone, or give it back its own attention "
+            "this model runs packed tokens: call its Backbone, or give it back its own attention "
             'with model.set_attn_implementation("sdpa")'
         )
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -54,7 +54,7 @@ AttentionInterface.register(_PACKED, _attend)
 class EncoderBackbone(DecoderBackbone):
     """The trainer's and sampler's view of a masked LM; :func:`new_encoder` builds it.
 
-    Hidden states include the MLM head's transform, which runs for the wanted rows alone; all
+    Hidden states include the MLM head's transform, which runs for the wanted tokens alone; all
     layers run for the whole batch. The head is the decoder matrix with its bias.
     """
 
@@ -77,7 +77,7 @@ class EncoderBackbone(DecoderBackbone):
         return _transform(self.base_model)(hidden)
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-        """As in Backbone; without a span the transform runs for the loss rows alone too."""
+        """As in Backbone; without a span the transform runs for the supervised tokens alone too."""
         if context is not None:
             return super()._rows_of(batch, rows, context)
         hidden = self.hidden_states(**packed(batch), wanted=rows, mask=getattr(batch, "mask", None))
@@ -92,7 +92,7 @@ def _windowed(layout: Layout, position_ids: Tensor, window: int) -> Layout:
         if layout.kernel is not None:  # which takes no mask
             padded = packed_layout(layout.cu_seqlens, layout.max_length)
             layout = replace(padded, cache=layout.cache, cache_slots=layout.cache_slots)
-        # A padded query is at position 0: it sees the sequence's start, and no row is empty.
+        # A padded query is at position 0: it sees the sequence's start, so it has keys.
         keys = layout.grid(position_ids)[:, None, :]
     near = (layout.grid(position_ids)[:, :, None] - keys).abs() <= window  # [S, queries, keys]
     near = near[:, None]
@@ -111,7 +111,7 @@ def _transform(model: PreTrainedModel) -> nn.Module:
 
 
 def new_encoder(model: PreTrainedModel, family: Family) -> EncoderBackbone:
-    """Put a masked LM (``BertForMaskedLM``, ``ModernBertForMaskedLM``) behind a Backbone, in
+    """Put a masked LM (``BertForMaskedLM``, ``ModernBertForMaskedLM``) into a Backbone, in
     place: its attention function changes, and its own dropouts (0.1 in BERT's configs) are off.
 
     All context modes and block masks are supported. ``ValueError`` for a model that this cannot

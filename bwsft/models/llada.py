@@ -1,8 +1,8 @@
 """LLaDA (Nie et al. 2025, arXiv:2502.09992) for transformers 5, written from its published layout.
 
-A pre-norm transformer without a causal mask and without a logit shift: row i predicts token i.
-Everything runs on packed rows [T, D]; padded input is the same rows with a key mask. Tensor names
-are those of the official checkpoints, so no conversion happens on the way in or out.
+A pre-norm transformer without a causal mask and without a logit shift: position i predicts token i.
+Everything runs on packed tokens [T, D]; padded input is the same with a key mask. Tensor names are
+those of the official checkpoints, so no conversion happens on the way in or out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes transformers' Auto classes know LLaDA without importing transformers.
 
-``import bwsft`` must register the model, and must stay cheap: transformers' modelling code takes
+``import bwsft`` must register the model, and must stay cheap: transformers' modeling code takes
 3 s to import, and ``bwsft --help`` has to answer within 1 s. So the registering module is imported
 right after the Auto module that it registers with, whenever that happens; where the Auto module is
 there already, at once. The two stages differ because transformers itself imports

@@ -188,12 +188,12 @@ def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypat
         return len(list((tmp_path / "cache").iterdir()))
 
     first = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-    twin = tmp_path / "twin.jsonl"
-    twin.write_bytes(source.read_bytes())
-    assert load_set(twin, tokenizer, PLAIN, tmp_path / "cache").fingerprint == first.fingerprint
+    copied = tmp_path / "copied.jsonl"
+    copied.write_bytes(source.read_bytes())
+    assert load_set(copied, tokenizer, PLAIN, tmp_path / "cache").fingerprint == first.fingerprint
     assert entries() == 1
-    twin.write_bytes(source.read_bytes().replace(b"r29", b"r28"))
-    assert load_set(twin, tokenizer, PLAIN, tmp_path / "cache").fingerprint != first.fingerprint
+    copied.write_bytes(source.read_bytes().replace(b"r29", b"r28"))
+    assert load_set(copied, tokenizer, PLAIN, tmp_path / "cache").fingerprint != first.fingerprint
     assert entries() == 2
     other = DataOptions(template="metamath", max_length=300)
     assert load_set(source, tokenizer, other, tmp_path / "cache").fingerprint != first.fingerprint

@@ -1,4 +1,4 @@
-"""Hostile files for every reader of data and of a run's files: each is read, or refused in one
+"""Hostile files forevery reader of data and of a run's files: each is read, or refused in one
 sentence that names the file. (Models and tokenizers: test_fuzz_models.py.)"""
 
 import dataclasses
@@ -296,7 +296,7 @@ def test_a_log_that_cannot_be_drawn(tmp_path, value):
 ODD = {"folder": os.mkdir, "pipe": os.mkfifo, "dangling link": lambda p: os.symlink("nowhere", p)}
 
 
-@pytest.mark.timeout(60)  # reading a pipe would wait for ever
+@pytest.mark.timeout(60)  # reading a pipe would wait forever
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_file(tmp_path, tokenizer, name, kind):
