@@ -207,11 +207,13 @@ def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypat
     assert other.fingerprint != first.fingerprint
     assert other.prompt(1).tolist() == [257]
     assert entries() == 6
-    edited = tmp_path / "templates.py"
-    edited.write_text(Path(data.chat_template.__file__).read_text() + "# edited\n")
-    monkeypatch.setattr(data.chat_template, "__file__", str(edited))
-    load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-    assert entries() == 7
+    modules = (data.chat_template, data.records, data.tokenizer_module, data.strict_json, data)
+    for count, module in enumerate(modules, start=7):
+        edited = tmp_path / f"{count}.py"
+        edited.write_text(Path(module.__file__).read_text() + "# edited\n")
+        monkeypatch.setattr(module, "__file__", str(edited))
+        load_set(source, tokenizer, PLAIN, tmp_path / "cache")
+        assert entries() == count
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "garbage", "empty", "header"])
