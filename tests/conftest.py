@@ -135,7 +135,7 @@ def snapshot():
 @pytest.fixture
 def model_folder(tokenizer_folder, tmp_path):
     """model_folder(**LladaConfig fields) -> folder with a random LLaDA and the tokenizer."""
-    from bwsft.models.llada import LladaConfig
+    from bwsft.models.llada_config import LladaConfig
     from bwsft.models.loading import new_backbone
 
     def make(name="model", **fields):

@@ -8,7 +8,7 @@ from bwsft_kernels.block_grid import BlockGrid
 
 from bwsft.decoding.config import DecodeConfig
 from bwsft.models.backbone import Backbone
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 
 VOCABULARY, MASK, ENDS = 16, 15, (1, 2)

@@ -6,6 +6,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 WEIGHTS = "model.safetensors"
+# initializer_range makes random models that are sure of something.
 SHAPE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     max_position_embeddings=96, initializer_range=0.2,

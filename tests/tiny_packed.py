@@ -1,16 +1,11 @@
 """What the backbones' tests run: a packed batch of three rows of 50 tokens, a block of each, the
-rows of the blocks with targets and weights, two training steps, and a plain decoder."""
+rows of the blocks with targets and weights, and a plain decoder."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import torch
-from bwsft_kernels import MaskSpec
 
-from bwsft.data.dataset import CanvasLayout, Example, pack
 from bwsft.models.kv_cache import Span
-from bwsft.objectives import blockwise
 
 LENGTHS = (13, 9, 17)
 STARTS, SIZES = (5, 4, 9), (4, 3, 4)  # active blocks; the second is short
@@ -50,32 +45,6 @@ def loss_rows(batch, where):
         keep = ~where.repeats()
     rows = where.flat(batch.cu_seqlens)[keep]
     return rows, (batch.ids[rows] * 7 + 3) % MASK, torch.linspace(0.5, 1.5, len(rows))
-
-
-def two_steps(model, mode, rate):
-    """Losses of a batch before and after a step along its gradients, all of which are finite."""
-    layout = CanvasLayout(mask_id=MASK, eos_id=EOS, block_size=4, gen_length=16, max_length=32)
-    spec, rng = MaskSpec(block_size=4, mask_id=MASK, seed=5), np.random.default_rng(0)
-    batch = pack(
-        [Example(rng.integers(2, 49, p), rng.integers(2, 49, r), i, 0)
-         for i, (p, r) in enumerate(((5, 9), (3, 12), (4, 6)))],
-        layout,
-    )  # fmt: skip
-    run = SimpleNamespace(backbone=model.train(), spec=spec, autocast=nullcontext)
-    run.device = torch.device("cpu")
-    run.corrupt = lambda b, draw: blockwise.corrupt(b, spec, "uniform", draw, mode.draws)
-    totals = []
-    for _ in range(2):
-        total = 0.0
-        for loss, *_ in mode.losses(run, batch):
-            loss.backward()
-            total += loss.item()
-        totals.append(total)
-        with torch.no_grad():
-            for p in model.parameters():
-                assert torch.isfinite(p.grad).all()
-                p -= rate * p.grad
-    return totals
 
 
 @torch.no_grad()

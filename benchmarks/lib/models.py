@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bwsft.config import LoraConfig
 from bwsft.models.backbone import Backbone
-from bwsft.models.llada import LladaBackbone, LladaForMaskedDiffusion, family_of
+from bwsft.models.families import family_of
+from bwsft.models.llada import LladaBackbone, LladaForMaskedDiffusion
 from bwsft.models.lora import add_lora
 
 

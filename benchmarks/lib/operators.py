@@ -7,7 +7,7 @@ from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.generate import decoding, denoise, poll
 from bwsft.decoding.request import make_rows
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 
 

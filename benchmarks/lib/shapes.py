@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.utils.flops import Cost
 
 VOCAB = 126_464

@@ -12,9 +12,9 @@ from bwsft_kernels import MaskSpec
 from lib import shapes
 
 from bwsft.data.packing import CanvasLayout, Example, pack
+from bwsft.models.backbone import trainable
 from bwsft.objectives import blockwise
 from bwsft.training.context_modes import Mode
-from bwsft.training.optim import trainable
 
 MODES = {
     "exact": Mode("exact", even=True),

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder `checkpoints/step-N` that appears whole or not at all.
+"""Writes, checks and prunes checkpoints: folders `checkpoints/step-N`, whole or not there at all.
 
 It holds the adapter (PEFT layout) or the full model (official layout), the tokenizer,
 optimizer.safetensors, state.json (step, config, data fingerprint, family) and manifest.json with
@@ -16,24 +16,32 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from bwsft.checkpoints.facts import ADAPTER_CONFIG, STATE, read_adapter_config, read_state
-from bwsft.training.optim import moments, restore_moments
+from bwsft.checkpoints.optimizer_state import OPTIMIZER, moments
+from bwsft.checkpoints.state import STATE
+from bwsft.models.backbone import Backbone
 from bwsft.utils import strict_json
 from bwsft.utils.files import folder_atomic, remove_folder, sha256, sweep, write_atomic
 from bwsft.version import __version__
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 MANIFEST = "manifest.json"
-OPTIMIZER = "optimizer.safetensors"
-ADAPTER = "adapter_model.safetensors"
 
 
 def save_checkpoint(
-    run: Path, step: int, backbone, tokenizer, optimizer, state: dict, whole: tuple | None = None
+    run: Path,
+    step: int,
+    backbone: Backbone,
+    tokenizer: Any,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    whole: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
 ) -> Path:
     """Write checkpoints/step-`step` of a run folder and return it.
 
@@ -70,7 +78,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def save_model(model, folder: Path, weights: dict | None = None) -> None:
+def save_model(model: nn.Module, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Write a model in the official layout, or its adapter in PEFT's where it has one. weights: of
     a sharded model, whole; of an adapter's they may be all that there is."""
     whole = {"state_dict": weights} if weights else {}
@@ -83,7 +91,7 @@ def save_model(model, folder: Path, weights: dict | None = None) -> None:
             model.save_pretrained(folder, **whole)
 
 
-def save_tokenizer(tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer's files; OSError where the disk doesn't take them."""
     try:
         tokenizer.save_pretrained(folder)
@@ -176,66 +184,3 @@ def prune(newest: Path, keep_last: int) -> None:
         remove_folder(folder)
     for place in (run, newest.parent):
         sweep(place)
-
-
-def load_adapter_weights(folder: Path, backbone) -> None:
-    """Overwrite the adapters of `backbone` by those in a checkpoint; ValueError unless names and
-    shapes are exactly the same."""
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-    path = Path(folder) / ADAPTER
-    tensors = _read(path)
-    expected = get_peft_model_state_dict(backbone.model, save_embedding_layers=False)
-    if odd := sorted(set(tensors) ^ set(expected)):
-        lacks = "lacks" if odd[0] in expected else "has an unknown"
-        raise ValueError(f"{path} {lacks} tensor {odd[0]}: it is of another model or --lora config")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{path}: {name} has shape {tuple(tensor.shape)}, the run needs "
-                f"{tuple(expected[name].shape)}"
-            )
-    set_peft_model_state_dict(backbone.model, tensors)
-
-
-def load_optimizer(folder: Path, backbone, optimizer) -> None:
-    """Put the moments of a checkpoint into a fresh optimizer of the same run."""
-    path = Path(folder) / OPTIMIZER
-    tensors = _read(path)
-    kinds: dict[str, set[str]] = {}
-    for full in tensors:
-        name, _, kind = full.rpartition(".")
-        kinds.setdefault(name, set()).add(kind)
-    for name, found in kinds.items():
-        if found != {"step", "exp_avg", "exp_avg_sq"}:
-            raise ValueError(f"{path} does not hold AdamW's state of {name:.200}: {sorted(found)}")
-    restore_moments(backbone, optimizer, tensors)
-
-
-def _read(path: Path) -> dict:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def locate(model: str) -> tuple[str, dict | None]:
-    """(folder or Hub id to load, state.json or None) for what a user calls a model.
-
-    A run folder stands for its newest complete checkpoint. Raises ValueError for a checkpoint that
-    is not whole.
-    """
-    path = Path(model)
-    if (path / "checkpoints").is_dir():
-        newest, skipped = newest_complete(path)
-        if newest is None:
-            why = f": {skipped[0]}" if skipped else ""
-            raise ValueError(f"{path} holds no complete checkpoint{why}")
-        path = newest
-    elif (path / MANIFEST).exists() and (fault := problems(path, for_resume=False)):
-        raise ValueError(f"{path} is not a whole checkpoint: {fault}")
-    if (path / STATE).exists():
-        return str(path), read_state(path)
-    if (path / ADAPTER_CONFIG).exists() and not read_adapter_config(path).base_model_name_or_path:
-        raise ValueError(f"{path / ADAPTER_CONFIG} names no base_model_name_or_path: add it")
-    return (str(path) if path.exists() else model), None

@@ -1,5 +1,5 @@
-"""Which model a name stands for: a checkpoint, a run folder, the embedded tiny base, or a small
-random LLaDA; for training and for decoding."""
+"""Finds and loads the model that a name stands for: a checkpoint, a run folder, the embedded tiny
+base, or a small random LLaDA; for training and for decoding."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bwsft import config as c
-from bwsft.checkpoints.facts import read_adapter_config
-from bwsft.checkpoints.folders import locate
-from bwsft.data import dataset as d
+from bwsft.checkpoints.folders import MANIFEST, newest_complete, problems
+from bwsft.checkpoints.state import STATE, read_state
+from bwsft.data.chat_template import Template
+from bwsft.data.tokenizer import add_mask_token, load_tokenizer, mask_id_for, merged_end_ids
 from bwsft.models.backbone import Backbone, Family, check_context
-from bwsft.models.llada import LladaConfig, family_of
-from bwsft.models.loading import Facts, load_backbone, new_backbone, read_family
-from bwsft.models.lora import load_adapter
+from bwsft.models.families import Facts, family_of
+from bwsft.models.llada_config import LladaConfig
+from bwsft.models.loading import load_backbone, new_backbone, read_family
+from bwsft.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
 from bwsft.models.quantization import quantize, require_bitsandbytes
+from bwsft.utils.devices import pick_device
 
 # The tiny LLaDA that ships with the package: base of the demo and of runs without --model.
 TINY = Path(__file__).parents[1] / "tiny"
@@ -40,6 +44,28 @@ class ModelPlan:
     """Nobody else has this base: a run that trains an adapter on it must keep it."""
 
 
+def locate(model: str) -> tuple[str, dict | None]:
+    """(folder or Hub id to load, state.json or None) for what a user calls a model.
+
+    A run folder stands for its newest complete checkpoint. Raises ValueError for a checkpoint that
+    is not whole.
+    """
+    path = Path(model)
+    if (path / "checkpoints").is_dir():
+        newest, skipped = newest_complete(path)
+        if newest is None:
+            why = f": {skipped[0]}" if skipped else ""
+            raise ValueError(f"{path} holds no complete checkpoint{why}")
+        path = newest
+    elif (path / MANIFEST).exists() and (fault := problems(path, for_resume=False)):
+        raise ValueError(f"{path} is not a whole checkpoint: {fault}")
+    if (path / STATE).exists():
+        return str(path), read_state(path)
+    if (path / ADAPTER_CONFIG).exists() and not read_adapter_config(path).base_model_name_or_path:
+        raise ValueError(f"{path / ADAPTER_CONFIG} names no base_model_name_or_path: add it")
+    return (str(path) if path.exists() else model), None
+
+
 def plan_tokenizer(config: c.Config) -> str:
     """Folder or Hub id of the run's tokenizer."""
     if config.tokenizer:
@@ -47,11 +73,11 @@ def plan_tokenizer(config: c.Config) -> str:
     return locate(config.model)[0] if config.model else str(TINY)
 
 
-def plan_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
+def plan_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
     """The checkpoint that --model names, the embedded base, or a small random LLaDA. The tokenizer
     learns --mask-token."""
     if config.mask_token is not None:
-        d.add_mask_token(tokenizer, config.mask_token)
+        add_mask_token(tokenizer, config.mask_token)
     if config.model is None and config.tokenizer is not None:
         plan = random_model(config, tokenizer, folder)
     else:
@@ -65,7 +91,7 @@ def plan_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
     return plan
 
 
-def stored_model(config: c.Config, tokenizer) -> ModelPlan:
+def stored_model(config: c.Config, tokenizer: Any) -> ModelPlan:
     """The checkpoint that --model names, or the embedded base."""
     source = locate(config.model)[0] if config.model else str(TINY)
     if (Path(source) / "adapter_config.json").exists():
@@ -77,7 +103,7 @@ def stored_model(config: c.Config, tokenizer) -> ModelPlan:
         require_bitsandbytes()
     facts = Facts.of_tokenizer(tokenizer, config.logit_shift)
     family = read_family(source, facts)
-    d.mask_id_for(tokenizer, family.mask_id)
+    mask_id_for(tokenizer, family.mask_id)
 
     def build(device: torch.device) -> Backbone:
         dtype = weight_dtype(config, device)
@@ -104,9 +130,9 @@ def note_block_size(backbone: Backbone, size: int, *, warn: bool = False) -> Non
     config.block_size = size
 
 
-def random_model(config: c.Config, tokenizer, folder: Path) -> ModelPlan:
+def random_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
     """A random LLaDA of shape --init with the tokenizer's vocabulary and a [MASK] id."""
-    mask_id = d.mask_id_for(tokenizer)
+    mask_id = mask_id_for(tokenizer)
     llada = LladaConfig(
         **dataclasses.asdict(config.init),
         # Rows in multiples of 64 keep the head's matmul on fast paths.
@@ -134,7 +160,7 @@ def weight_dtype(config: c.Config, device: torch.device) -> torch.dtype:
 
 
 def own_memory(backbone: Backbone) -> None:
-    """Copy weights that are views of a mapped file, where they lie at any offset.
+    """Copy weights that are views of a mapped file, which may start at any offset.
 
     MKL promises the same bits from run to run for arrays aligned to 64 bytes only, which the copies
     are: a resumed run maps another file than the one it goes on from.
@@ -144,30 +170,12 @@ def own_memory(backbone: Backbone) -> None:
             parameter.data = parameter.data.clone()
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` is a CUDA device where there is one. Raises ValueError for an unknown name."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name}: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: no CUDA device is available; use --device cpu")
-    return device
-
-
-def device_name(device: torch.device) -> str:
-    """What a checkpoint remembers: "cpu", or the card's name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 @dataclass(frozen=True)
 class Trained:
     """A model ready to decode, and what its checkpoint remembers of its training."""
 
     backbone: Backbone
-    tokenizer: object
+    tokenizer: Any
     state: dict | None
     folder: str
 
@@ -192,7 +200,7 @@ def load_trained(
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     adapter = (Path(source) / "adapter_config.json").exists()
     base = adapter_base(source, state) if adapter else source
-    words = d.load_tokenizer(tokenizer or source)
+    words = load_tokenizer(tokenizer or source)
     facts = Facts.of_tokenizer(words)
     if state is not None:  # an adapter's base may not know its [MASK]
         saved = state["family"]
@@ -204,14 +212,13 @@ def load_trained(
             raise
         raise FileNotFoundError(f"{error}; it is the base of the adapter in {source}") from error
     if adapter:
-        load_adapter(backbone, source, trainable=False)
+        load_adapter(backbone, source)
     if state is not None:
         fields = {**state["family"], "end_ids": tuple(state["family"]["end_ids"])}
         backbone.family = Family(**fields)
         note_block_size(backbone, state["config"]["block_size"])
     else:
-        ends = d.Template(words, "metamath").end_ids
-        end_ids = tuple(dict.fromkeys((*ends, *backbone.family.end_ids)))
+        end_ids = merged_end_ids(Template(words, "metamath").end_ids, backbone.family.end_ids)
         backbone.family = dataclasses.replace(backbone.family, end_ids=end_ids)
     return Trained(backbone.eval(), words, state, source)
 

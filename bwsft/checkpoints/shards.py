@@ -6,16 +6,16 @@ a shard's header is written first, and then its tensors as they come.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
+
+from bwsft.models.weight_files import opened
 
 CHUNK = 4 << 20  # bytes of a tensor that are handed out at once, in the widest dtype
 WINDOW = 8  # chunks that are read before a file is opened anew
@@ -23,16 +23,6 @@ INDEX = "model.safetensors.index.json"
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 Chunks = Callable[[str], Iterable[Tensor]]
-
-
-@contextlib.contextmanager
-def opened(file: Path) -> Iterator:
-    """A safetensors file; ValueError for a damaged one."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            yield handle
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): copy it again") from error
 
 
 def read_tensor(file: Path, name: str) -> Tensor:

@@ -122,7 +122,7 @@ class Conversation:
             earlier = self.turns[dropped:]
             said = [m for q, a in earlier for m in (("user", q), ("assistant", a))]
             record = Record((*said, ("user", question)), "")
-            [(ids, _)] = template.tokenise([template.prepare(record)])
+            [(ids, _)] = template.tokenize([template.prepare(record)])
             if len(ids) + config.gen_length <= family.max_positions:
                 break
         check_request([ids], [self.asked], family, config)

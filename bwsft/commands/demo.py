@@ -20,8 +20,8 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import Trained, load_trained
 from bwsft.commands.trace import unmasking
-from bwsft.data import dataset as d
 from bwsft.data import word_problems as wordproblems
+from bwsft.data.chat_template import Template
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import decode_stream
 from bwsft.decoding.result import Generation
@@ -115,7 +115,7 @@ def solve(
 ) -> tuple[list[bool], list[Generation]]:
     """Decode the problems in `context`, by default the model's own; (which are right, the
     generations)."""
-    template = d.Template(trained.tokenizer, config.dataset.template)
+    template = Template(trained.tokenizer, config.dataset.template)
     prompts = template.encode_prompts([p["query"] for p in problems])
     decode = DecodeConfig(
         gen_length=config.gen_length,

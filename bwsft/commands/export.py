@@ -17,12 +17,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bwsft.checkpoints.folders import ADAPTER, save_tokenizer
+from bwsft.checkpoints.folders import save_tokenizer
 from bwsft.checkpoints.resolve import Trained, adapter_base, load_trained
-from bwsft.checkpoints.shards import opened, read_rows, read_tensor, write_shards
+from bwsft.checkpoints.shards import read_rows, read_tensor, write_shards
 from bwsft.models.backbone import Backbone
 from bwsft.models.loading import model_folder
-from bwsft.models.weight_files import renamed, shard_files
+from bwsft.models.lora import ADAPTER
+from bwsft.models.weight_files import opened, renamed, shard_files
 from bwsft.utils.files import folder_atomic, naming
 
 

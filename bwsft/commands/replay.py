@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from bwsft import config as c
-from bwsft.checkpoints.folders import ADAPTER, load_adapter_weights, newest_complete
+from bwsft.checkpoints.folders import newest_complete
 from bwsft.data.packing import Batch
+from bwsft.models.backbone import trainable
 from bwsft.models.loading import load_backbone
-from bwsft.training.optim import trainable
+from bwsft.models.lora import ADAPTER, load_adapter_weights
 from bwsft.training.run_files import BATCH, FACTS
 from bwsft.training.setup import setup
 from bwsft.training.trainer import Run, seed_dropout

@@ -1,20 +1,16 @@
-"""From text to token ids: the prompt's template, and the token that ends an answer.
+"""Renders prompts and answers through a chat template, and turns them into token ids.
 
-Prompt and answer are tokenised apart. A rendered prompt is cut at the special tokens that the
-template itself printed; everything between them, the messages included, is tokenised with special
+Prompt and answer are tokenized apart. A rendered prompt is cut at the special tokens that the
+template itself printed; everything between them, the messages included, is tokenized with special
 tokens switched off. So "<|eot_id|>" typed by a user stays text, and benign text gets the same ids
 that `apply_chat_template` gives.
 """
 
-import hashlib
-import json
 import re
-import warnings
-from pathlib import Path
 from typing import Any
 
 from bwsft.data.records import Record
-from bwsft.utils.strict_json import check_regular
+from bwsft.data.tokenizer import merged_end_ids, special_tokens
 
 NAMES = ("metamath", "chat", "none")
 # The instruction of MetaMath, as one line before the blank line, as its code has it.
@@ -25,81 +21,10 @@ METAMATH = (
 )
 # Different on both sides, so that a template's trimming of either side can be told apart.
 PAD_LEFT, PAD_RIGHT = "\t ", " \n"
-# Tokenizers that are Qwen's, whatever their class is called (and whatever code comes with it).
-QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
-EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[EOS]", "[SEP]")
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in a folder that holds tokenizer.json (of Qwen's kind: or vocab.json and
-    merges.txt), or of a Hub id. No remote code is run.
-
-    Raises ValueError where there is none. A tokenizer that names no EOS token gets the first
-    well-known one of its special tokens, with a warning.
-    """
-    folder = Path(path).expanduser()
-    name = str(folder if folder.is_dir() else path)
-    files = ("tokenizer.json",), ("vocab.json", "merges.txt")
-    if folder.is_dir() and not any(all((folder / f).exists() for f in some) for some in files):
-        raise ValueError(f"{path} holds no tokenizer.json; give a folder with one, or a Hub id")
-    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)):
-        raise ValueError(f"tokenizer folder {path} doesn't exist")
-    if folder.is_file():
-        raise ValueError(f"{path} is a file; give the folder that holds tokenizer.json")
-    if folder.is_dir():
-        check_regular(folder)
-    try:
-        tokenizer = _read_tokenizer(name)
-    except Exception as error:  # tokenizers raises bare Exception, the hub a family of its own
-        reason = str(error).strip().split("\n")[0]
-        what = path if folder.is_dir() else f"{path} (no such folder, so taken as a Hub id)"
-        raise ValueError(f"can't load a tokenizer from {what}: {reason}") from error
-    if not isinstance(tokenizer.model_max_length, int | float):
-        raise ValueError(f"tokenizer {path}: model_max_length is no number; mend its config")
-    if tokenizer.eos_token_id is None:
-        special = special_tokens(tokenizer)
-        eos = next((name for name in EOS_NAMES if name in special), None)
-        if eos is None:
-            raise ValueError(f"tokenizer {path} has no EOS token; set it in tokenizer_config.json")
-        warnings.warn(f"tokenizer {path} names no EOS token, using {eos!r}", stacklevel=2)
-        tokenizer.eos_token = eos
-    return tokenizer
-
-
-def _read_tokenizer(name: str) -> Any:
-    """A tokenizer of any kind from its tokenizer.json; Qwen's also from what Dream publishes."""
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(name)
-    except Exception:
-        if get_tokenizer_config(name).get("tokenizer_class") not in QWEN_CLASSES:
-            raise
-    tokenizer = Qwen2Tokenizer.from_pretrained(name)
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    # Each merge makes one token of several characters; without it the text falls to pieces.
-    made = sum(len(token) > 1 for token in model["vocab"]) - len(tokenizer.added_tokens_decoder)
-    if len(model["merges"]) < made:
-        raise ValueError(f"merges.txt has {len(model['merges']):,} merges, too few: copy it again")
-    return tokenizer
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 of all that decides token ids: the backend, the roles of specials, the template."""
-    roles = json.dumps([tokenizer.special_tokens_map, tokenizer.chat_template], default=str)
-    content = tokenizer.backend_tokenizer.to_str() + roles
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def special_tokens(tokenizer: Any) -> dict[str, tuple[int, bool, bool]]:
-    """Special token string -> (id, swallows blanks before it, swallows blanks behind it)."""
-    added = tokenizer.added_tokens_decoder.items()
-    return {t.content: (i, t.lstrip, t.rstrip) for i, t in added if t.special}
 
 
 class Template:
-    """Renders and tokenises the records of one data set.
+    """Renders and tokenizes the records of one data set.
 
     `name` is "metamath" (the instruction text as the user's turn), "chat" (the user's text as it
     is) or "none" (the user's text alone, no chat template). metamath does without a chat template
@@ -129,22 +54,15 @@ class Template:
         )
         self._layouts: dict[tuple[str, ...], tuple[list[str], list[tuple[bool, bool]]]] = {}
         self.end_id, self._answer_trim = self._find_end()
-        self.end_ids = tuple(dict.fromkeys((self.end_id, tokenizer.eos_token_id)))
-
-    def prompt_text(self, messages: tuple[tuple[str, str], ...]) -> str:
-        """The whole prompt as text, up to the first token of the answer."""
-        pieces, contents = self._assemble(messages)
-        return "".join(a + b for a, b in zip(pieces, [*contents, ""], strict=True))
+        self.end_ids = merged_end_ids([self.end_id, tokenizer.eos_token_id])
 
     def prepare(self, record: Record) -> tuple[list[str | int], str]:
-        """(prompt as texts and special ids, answer text), ready for `tokenise`. Raises ValueError
+        """(prompt as texts and special ids, answer text), ready for `tokenize`. Raises ValueError
         with what is wrong where the template can't take the record."""
-        return self._segments(*self._assemble(record.messages)), self.answer_text(record.response)
+        answer = _trim(record.response, self._answer_trim) if self._chat else record.response
+        return self._segments(*self._assemble(record.messages)), answer
 
-    def answer_text(self, response: str) -> str:
-        return _trim(response, self._answer_trim) if self._chat else response
-
-    def tokenise(self, prepared: list[tuple[list[str | int], str]]) -> list[tuple[list, list]]:
+    def tokenize(self, prepared: list[tuple[list[str | int], str]]) -> list[tuple[list, list]]:
         """(prompt ids, response ids with the end token) of each prepared record."""
         texts = [part for prompt, _ in prepared for part in prompt if isinstance(part, str)]
         ids = self._text_ids([*texts, *(answer for _, answer in prepared)])
@@ -159,7 +77,7 @@ class Template:
     def encode_prompts(self, queries: list[str]) -> list[list[int]]:
         """Prompt ids of bare questions, for decoding."""
         prepared = [self.prepare(Record((("user", query),), "")) for query in queries]
-        return [prompt for prompt, _ in self.tokenise(prepared)]
+        return [prompt for prompt, _ in self.tokenize(prepared)]
 
     def _text_ids(self, texts: list[str]) -> dict[str, list[int]]:
         unique = list(dict.fromkeys(texts))

@@ -1,6 +1,6 @@
-"""Data sources to tokenised sets, cached on disk by content.
+"""Turns a data source into token ids, cached on disk by content.
 
-A cached set holds every well-formed record, so that one tokenisation serves every max_length.
+A cached set holds every well-formed record, so that tokenizing once serves every max_length.
 """
 
 import hashlib
@@ -15,33 +15,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bwsft.data import chat_template as templates
-from bwsft.data import records, token_cache
-from bwsft.data.chat_template import Template, load_tokenizer
-from bwsft.data.packing import Batch, CanvasLayout, Example, order, pack, slots, split_holdout
-from bwsft.data.tokenizer import add_mask_token, mask_id_for
+from bwsft.data import chat_template, records, token_cache
+from bwsft.data import tokenizer as tokenizer_module
+from bwsft.data.chat_template import Template
+from bwsft.data.packing import CanvasLayout, Example
 from bwsft.utils import strict_json
-
-__all__ = [
-    "Batch",
-    "CanvasLayout",
-    "DataOptions",
-    "Example",
-    "Template",
-    "TokenizedSet",
-    "add_mask_token",
-    "load_set",
-    "load_tokenizer",
-    "mask_id_for",
-    "order",
-    "pack",
-    "slots",
-    "split_holdout",
-]
 
 LISTED = 20  # malformed records that a report names; the rest are only counted
 CHUNK = 1024  # records per call of the tokenizer
-# No example of so much text fits any context, and tokenising takes some 100 bytes a character.
+# No example of so much text fits any context, and tokenizing takes some 100 bytes a character.
 MOST_CHARACTERS = 1_000_000
 ARRAYS = {
     "tokens": np.int32,
@@ -56,17 +38,15 @@ class DataOptions:
     """How records become examples.
 
     `max_length` bounds prompt + response with its end token; longer examples are dropped.
-    `gen_length` only serves the report. `on_bad` is "stop" or "skip". `split` and `subset` choose
-    within a Hub data set. Records whose `type` contains `exclude_type` are dropped. With `mask_id`
-    or `vocab_size` given, every id is checked against them.
+    `gen_length` only serves the report. `on_bad` is "stop" or "skip". Records whose `type`
+    contains `exclude_type` are dropped. With `mask_id` or `vocab_size` given, every id is checked
+    against them.
     """
 
     template: str = "metamath"
     max_length: int = 256
     gen_length: int = 128
     on_bad: str = "stop"
-    split: str = "train"
-    subset: str | None = None
     exclude_type: str | None = None
     mask_id: int | None = None
     vocab_size: int | None = None
@@ -87,7 +67,7 @@ class TokenizedSet:
     starts: np.ndarray  # [n] int64, where each example's prompt begins in `tokens`
     prompt_lengths: np.ndarray  # [n] int64
     response_lengths: np.ndarray  # [n] int64, end token included
-    sample_ids: np.ndarray  # [n] int64, row numbers in the source
+    sample_ids: np.ndarray  # [n] int64, record numbers in the source
     end_ids: tuple[int, ...]
     fingerprint: str
     report: dict[str, Any]
@@ -114,7 +94,7 @@ class TokenizedSet:
         return replace(self, **{name: getattr(self, name)[indices] for name in arrays})
 
     def longest_row(self, layout: CanvasLayout) -> int:
-        """Tokens of the longest packed row, to compare with the model's maximum."""
+        """Tokens of the longest canvas, to compare with the model's maximum."""
         pairs = set(zip(self.prompt_lengths.tolist(), self.response_lengths.tolist(), strict=True))
         return max(layout.lengths(*pair)[1] for pair in pairs)
 
@@ -140,23 +120,23 @@ def load_set(
     options: DataOptions | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedSet:
-    """Reads, tokenises and filters a data set (`records.open_source` says what it can be).
+    """Reads, tokenizes and filters a data set (`records.open_source` says what it can be).
 
     Raises ValueError for an unreadable source, a malformed record (place and reason; not with
     on_bad "skip"), a forbidden token id, or if nothing is left. The cache folder is `cache_dir`,
     else $BWSFT_CACHE, else ~/.cache/bwsft; records given as a list aren't cached.
     """
     options = options or DataOptions()
-    opened = records.open_source(source, split=options.split, subset=options.subset)
+    opened = records.open_source(source)
     template = Template(tokenizer, options.template)
     path = None
     if opened.digest is not None:
         folder = cache_dir or os.environ.get("BWSFT_CACHE") or Path.home() / ".cache" / "bwsft"
-        key = _cache_key(opened.digest, templates.tokenizer_digest(tokenizer), options)
+        key = _cache_key(opened.digest, tokenizer_module.tokenizer_digest(tokenizer), options)
         path = Path(folder).expanduser() / f"{key}.safetensors"
     whole = token_cache.load(path) if path else None
     if whole is None:
-        whole = _tokenise(opened, template, options)
+        whole = _tokenize(opened, template, options)
         if path:
             token_cache.save(path, *whole)
     kept = _filter(*whole, options, template.end_ids, opened.name)
@@ -166,14 +146,14 @@ def load_set(
 
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
-    files = (records.__file__, strict_json.__file__, templates.__file__, __file__)
-    code = [Path(file).read_bytes() for file in files]
+    modules = (records, strict_json, chat_template, tokenizer_module)
+    code = [Path(file).read_bytes() for file in (*(m.__file__ for m in modules), __file__)]
     parts = [source, tokenizer, options.template, options.on_bad, options.exclude_type]
     parts += [hashlib.sha256(text).hexdigest() for text in code]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _tokenise(
+def _tokenize(
     source: records.Source, template: Template, options: DataOptions
 ) -> tuple[dict, dict]:
     """(arrays of all well-formed records, what became of the others)."""
@@ -181,7 +161,7 @@ def _tokenise(
     skipped: list[dict[str, str]] = []
     chunks, count = [], 0
     rows = enumerate(source.rows())
-    with tqdm(total=source.total, desc="tokenising", unit=" records", disable=None) as bar:
+    with tqdm(total=source.total, desc="tokenizing", unit=" records", disable=None) as bar:
         while chunk := list(islice(rows, CHUNK)):
             prepared, sample_ids = [], []
             for number, (where, raw) in chunk:
@@ -189,7 +169,7 @@ def _tokenise(
                     ready = _prepare(raw, template, options.exclude_type)
                 except ValueError as error:
                     if options.on_bad == "stop":
-                        hint = "mend it, or leave bad records out with on_bad 'skip'"
+                        hint = "fix it, or leave bad records out with on_bad 'skip'"
                         raise ValueError(f"{where} {error}; {hint}") from error
                     dropped["malformed"] += 1
                     if len(skipped) < LISTED:
@@ -200,7 +180,7 @@ def _tokenise(
                 else:
                     prepared.append(ready)
                     sample_ids.append(number)
-            chunks.append(_flatten(template.tokenise(prepared), sample_ids))
+            chunks.append(_flatten(template.tokenize(prepared), sample_ids))
             count += len(chunk)
             bar.update(len(chunk))
     if not count:
@@ -212,8 +192,8 @@ def _tokenise(
 
 
 def _prepare(raw: Any, template: Template, exclude_type: str | None) -> Any:
-    """What `template.tokenise` takes, or the reason (text) to drop the example."""
-    record = records.normalise(raw)
+    """What `template.tokenize` takes, or the reason (text) to drop the example."""
+    record = records.normalize(raw)
     if exclude_type and exclude_type in record.kind:
         return f"type contains {exclude_type}"
     if not record.messages[-1][1].strip():

@@ -1,6 +1,6 @@
-"""Examples to packed batches: the canvas behind each response, and the order of visits.
+"""Examples to packed batches: the canvas after each response, and the order of visits.
 
-There is no padding between rows: T tokens of S sequences lie end to end.
+There is no padding: the T tokens of S sequences follow each other.
 """
 
 import functools
@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from bwsft_kernels.block_grid import BlockGrid
 from bwsft_kernels.philox import MASK32, Stream, philox_words, split_seed
 
 CANVASES = ("fixed", "response", "padded")
 
 
 class Example(NamedTuple):
-    """One visit of one tokenised example; `visit` counts earlier visits (its epoch)."""
+    """One visit of one tokenized example; `visit` counts earlier visits (its epoch)."""
 
     prompt: np.ndarray  # [Lc] int32
     response: np.ndarray  # [Lr] int32, end token included
@@ -26,14 +27,14 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CanvasLayout:
-    """What lies behind a response.
+    """What follows a response on its canvas.
 
     `fixed`: EOS to the end of the last block, counted as response, then [MASK] to prompt +
     gen_length; a response longer than gen_length ends at its own next block boundary. `response`:
     nothing. `padded`: EOS to max_length, visible and not counted as response. The block grid
-    starts at the response's first token, or at the row's first token ("absolute").
+    starts where `block_origin` says (bwsft_kernels.block_grid).
 
-    `fill` False (`fixed` only) lays [MASK] behind the end token at once: what a decoder that has
+    `fill` False (`fixed` only) puts [MASK] after the end token at once: what a decoder that has
     not come so far sees, and scores at several block sizes then count the same tokens.
     """
 
@@ -49,17 +50,17 @@ class CanvasLayout:
     def __post_init__(self) -> None:
         if self.canvas not in CANVASES:
             raise ValueError(f"unknown canvas {self.canvas!r}; known are {', '.join(CANVASES)}")
-        if self.block_origin not in ("response", "absolute"):
-            raise ValueError(f"block_origin is {self.block_origin!r}, not 'response' or 'absolute'")
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1, not {self.block_size}")
-        if self.canvas == "fixed" and self.gen_length % self.block_size:
+        if self.gen_length % self.grid.size and self.canvas == "fixed":
             raise ValueError(
                 f"block_size {self.block_size} doesn't divide gen_length {self.gen_length}"
             )
 
+    @property
+    def grid(self) -> BlockGrid:
+        return BlockGrid(self.block_size, self.block_origin)
+
     def lengths(self, prompt: int, response: int) -> tuple[int, int]:
-        """(response length with its fill, row length) of an example with these lengths."""
+        """(response length with its fill, sequence length) of an example with these lengths."""
         if self.canvas == "response":
             return response, prompt + response
         if self.canvas == "padded":
@@ -68,31 +69,31 @@ class CanvasLayout:
                     f"an example of {prompt + response} tokens exceeds max_length {self.max_length}"
                 )
             return response, self.max_length
-        start = prompt if self.block_origin == "absolute" else 0
-        filled = -(-(start + response) // self.block_size) * self.block_size - start
+        filled = self.grid.filled(prompt, response)
         return filled if self.fill else response, prompt + max(filled, self.gen_length)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed batch. Row s is ids[cu_seqlens[s]:cu_seqlens[s+1]]: prompt, response (its end token
-    and fill included), then the rest of its canvas."""
+    """A packed batch. Sequence s is ids[cu_seqlens[s]:cu_seqlens[s+1]]: prompt, response (its end
+    token and fill included), then the rest of its canvas."""
 
     ids: torch.Tensor  # [T] int64
     cu_seqlens: torch.Tensor  # [S+1] int32
     prompt_lengths: torch.Tensor  # [S] int64
     response_lengths: torch.Tensor  # [S] int64
     sample_ids: torch.Tensor  # [S] int64
-    position_ids: torch.Tensor  # [T] int64, from 0 in every row
+    position_ids: torch.Tensor  # [T] int64, from 0 in every sequence
     visits: torch.Tensor  # [S] int64
-    max_length: int | None = None  # tokens of the longest row: spares CUDA attention a host read
+    max_length: int | None = None  # of the longest sequence: spares CUDA attention a host read
 
     @property
     def num_sequences(self) -> int:
         return self.prompt_lengths.numel()
 
     def select(self, keep: Sequence[int]) -> "Batch":
-        """The sequences with these numbers, in this order. For a batch on the host."""
+        """The sequences with these numbers, in this order. Asks the device for
+        the boundaries of the rows."""
         if list(keep) == list(range(self.num_sequences)):
             return self
         starts = self.cu_seqlens.tolist()
@@ -100,7 +101,9 @@ class Batch:
         tokens = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in keep])
         return Batch(
             ids=self.ids[tokens],
-            cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+            cu_seqlens=torch.tensor(
+                [0, *np.cumsum(lengths)], dtype=torch.int32, device=self.ids.device
+            ),
             prompt_lengths=self.prompt_lengths[keep],
             response_lengths=self.response_lengths[keep],
             sample_ids=self.sample_ids[keep],
@@ -123,7 +126,8 @@ def pack(examples: Sequence[Example], layout: CanvasLayout) -> Batch:
     """The packed batch of `examples`, in their order. Raises ValueError if there are none."""
     if not examples:
         raise ValueError("can't pack a batch without examples")
-    rows, responses = zip(*(_row(example, layout) for example in examples), strict=True)
+    filled = [_fill(example, layout) for example in examples]
+    rows, responses = zip(*filled, strict=True)
     lengths = [len(row) for row in rows]
     return Batch(
         ids=torch.from_numpy(np.concatenate(rows)),
@@ -137,15 +141,16 @@ def pack(examples: Sequence[Example], layout: CanvasLayout) -> Batch:
     )
 
 
-def _row(example: Example, layout: CanvasLayout) -> tuple[np.ndarray, int]:
+def _fill(example: Example, layout: CanvasLayout) -> tuple[np.ndarray, int]:
+    """(the canvas of one example, its response length with the fill)."""
     prompt, response = len(example.prompt), len(example.response)
     filled, total = layout.lengths(prompt, response)
-    behind = layout.mask_id if layout.canvas == "fixed" else layout.eos_id
-    row = np.full(total, behind, dtype=np.int64)
-    row[:prompt] = example.prompt
-    row[prompt : prompt + response] = example.response
-    row[prompt + response : prompt + filled] = layout.eos_id
-    return row, filled
+    after = layout.mask_id if layout.canvas == "fixed" else layout.eos_id
+    canvas = np.full(total, after, dtype=np.int64)
+    canvas[:prompt] = example.prompt
+    canvas[prompt : prompt + response] = example.response
+    canvas[prompt + response : prompt + filled] = layout.eos_id
+    return canvas, filled
 
 
 def order(num_examples: int, epoch: int, seed: int) -> np.ndarray:
@@ -167,8 +172,8 @@ def _shuffle(count: int, position: int, epoch: int, seed: int) -> np.ndarray:
     return permutation
 
 
-def slots(step: int, batch_size: int, num_examples: int, seed: int) -> list[tuple[int, int]]:
-    """(example index, visit) of each row of optimiser step `step`, counted from 0.
+def samples(step: int, batch_size: int, num_examples: int, seed: int) -> list[tuple[int, int]]:
+    """(example index, visit) of each example of optimizer step `step`, counted from 0.
 
     Epochs follow each other without a gap: a step may hold the end of one and the start of the
     next, and a set smaller than a batch comes round several times, each time as a new visit.
@@ -176,8 +181,8 @@ def slots(step: int, batch_size: int, num_examples: int, seed: int) -> list[tupl
     if num_examples < 1:
         raise ValueError("there are no examples to train on")
     result = []
-    for slot in range(step * batch_size, (step + 1) * batch_size):
-        epoch, place = divmod(slot, num_examples)
+    for sample in range(step * batch_size, (step + 1) * batch_size):
+        epoch, place = divmod(sample, num_examples)
         result.append((int(order(num_examples, epoch, seed)[place]), epoch))
     return result
 

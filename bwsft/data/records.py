@@ -1,4 +1,4 @@
-"""Reading data sources and bringing their records into one shape.
+"""Reads data files and Hub data sets, and brings their records into one shape.
 
 JSONL is read line by line and JSON whole here, so that every complaint can name its place; CSV,
 Parquet and Hub ids go through `datasets`, imported when first needed.
@@ -52,8 +52,8 @@ class Source:
     rows: Callable[[], Iterable[Row]]
 
 
-def normalise(raw: Any) -> Record:
-    """A raw row as a Record. Raises ValueError with what is wrong, without the place."""
+def normalize(raw: Any) -> Record:
+    """A raw record as a Record. Raises ValueError with what is wrong, without the place."""
     if isinstance(raw, bytes):
         raw = strict_json.parse(raw)
     if not isinstance(raw, dict):
@@ -116,14 +116,9 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number" if isinstance(value, int | float) else "not text")
 
 
-def open_source(
-    source: str | Path | list[dict], *, split: str = "train", subset: str | None = None
-) -> Source:
-    """Opens a file (.jsonl, .json, .csv, .parquet), a Hub id or a list of records.
-
-    `split` and `subset` choose within a Hub data set. Raises ValueError if there is nothing to
-    read, naming the source.
-    """
+def open_source(source: str | Path | list[dict]) -> Source:
+    """Opens a file (.jsonl, .json, .csv, .parquet), a Hub id (its split "train") or a list of
+    records. Raises ValueError if there is nothing to read, naming the source."""
     if isinstance(source, list):
         return Source("the list", None, len(source), lambda: _places(source, "the list"))
     name, path = str(source), Path(source).expanduser()
@@ -133,7 +128,7 @@ def open_source(
     if not path.exists():
         if suffix in FORMATS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             raise ValueError(f"data file {name} doesn't exist")
-        return _hub(name, split, subset)  # no such file, but it may be a Hub id
+        return _hub(name)  # no such file, but it may be a Hub id
     if not path.is_file():  # a pipe would wait for a writer, and can't be read twice
         raise ValueError(f"{name} is not a regular file; write the records to one first")
     if suffix not in FORMATS:
@@ -209,10 +204,10 @@ def _csv_options(path: Path, name: str) -> dict[str, Any]:
     return {"features": features, "keep_default_na": False, "encoding": "utf-8-sig"}
 
 
-def _hub(name: str, split: str, subset: str | None) -> Source:
-    rows = _load_dataset(name, name, {"name": subset, "split": split})
-    digest = f"hub:{name}:{subset}:{split}:{rows._fingerprint}"
-    return Source(name, digest, len(rows), lambda: _places(rows, f"{name} ({split})"))
+def _hub(name: str) -> Source:
+    rows = _load_dataset(name, name, {"split": "train"})
+    digest = f"hub:{name}:{rows._fingerprint}"
+    return Source(name, digest, len(rows), lambda: _places(rows, f"{name} (train)"))
 
 
 def _places(rows: Iterable[Any], name: str) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Arrays in one safetensors file: written whole or not at all, checked and mapped on load."""
+"""Keeps token arrays in one safetensors file: written whole, checked and mapped on load."""
 
 import hashlib
 import json
@@ -69,7 +69,7 @@ def _map(path: Path) -> tuple[Arrays, dict[str, Any]]:
         dtype, (count,) = DTYPES[entry["dtype"]], entry["shape"]
         start = 8 + length + entry["data_offsets"][0]
         if not 8 + length <= start <= size - count * dtype.itemsize or count < 0:
-            raise ValueError(f"{name} lies outside the file")
+            raise ValueError(f"{name} is not within the file")
         if count:  # an empty array can't be mapped
             arrays[name] = np.memmap(path, dtype, mode="r", offset=start, shape=(count,))
         else:

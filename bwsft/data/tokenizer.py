@@ -1,12 +1,96 @@
-"""The [MASK] of a tokenizer: which token it is, or becomes."""
+"""Loads tokenizers, and says which token is [MASK] or becomes it."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from bwsft.data.chat_template import special_tokens
+from bwsft.utils.strict_json import check_regular
 
 MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
+# Tokenizers that are Qwen's, whatever their class is called (and whatever code comes with it).
+QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
+EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[EOS]", "[SEP]")
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer in a folder that holds tokenizer.json (of Qwen's kind: or vocab.json and
+    merges.txt), or of a Hub id. No remote code is run.
+
+    Raises ValueError where there is none. A tokenizer that names no EOS token gets the first
+    well-known one of its special tokens, with a warning.
+    """
+    folder = Path(path).expanduser()
+    name = str(folder if folder.is_dir() else path)
+    files = ("tokenizer.json",), ("vocab.json", "merges.txt")
+    if folder.is_dir() and not any(all((folder / f).exists() for f in some) for some in files):
+        raise ValueError(f"{path} holds no tokenizer.json; give a folder with one, or a Hub id")
+    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)):
+        raise ValueError(f"tokenizer folder {path} doesn't exist")
+    if folder.is_file():
+        raise ValueError(f"{path} is a file; give the folder that holds tokenizer.json")
+    if folder.is_dir():
+        check_regular(folder)
+    try:
+        tokenizer = _read_tokenizer(name)
+    except Exception as error:  # tokenizers raises bare Exception, the hub a family of its own
+        reason = str(error).strip().split("\n")[0]
+        what = path if folder.is_dir() else f"{path} (no such folder, so taken as a Hub id)"
+        raise ValueError(f"can't load a tokenizer from {what}: {reason}") from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ValueError(f"tokenizer {path}: model_max_length is no number; fix its config")
+    if tokenizer.eos_token_id is None:
+        special = special_tokens(tokenizer)
+        eos = next((name for name in EOS_NAMES if name in special), None)
+        if eos is None:
+            raise ValueError(f"tokenizer {path} has no EOS token; set it in tokenizer_config.json")
+        warnings.warn(f"tokenizer {path} names no EOS token, using {eos!r}", stacklevel=2)
+        tokenizer.eos_token = eos
+    return tokenizer
+
+
+def _read_tokenizer(name: str) -> Any:
+    """A tokenizer of any kind from its tokenizer.json; Qwen's also from what Dream publishes."""
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(name)
+    except Exception:
+        if get_tokenizer_config(name).get("tokenizer_class") not in QWEN_CLASSES:
+            raise
+    tokenizer = Qwen2Tokenizer.from_pretrained(name)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    # Each merge makes one token of several characters; without it the text falls to pieces.
+    made = sum(len(token) > 1 for token in model["vocab"]) - len(tokenizer.added_tokens_decoder)
+    if len(model["merges"]) < made:
+        raise ValueError(f"merges.txt has {len(model['merges']):,} merges, too few: copy it again")
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of all that decides token ids: the backend, the roles of specials, the template."""
+    roles = json.dumps([tokenizer.special_tokens_map, tokenizer.chat_template], default=str)
+    content = tokenizer.backend_tokenizer.to_str() + roles
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def special_tokens(tokenizer: Any) -> dict[str, tuple[int, bool, bool]]:
+    """Special token string -> (id, swallows blanks before it, after it)."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {t.content: (i, t.lstrip, t.rstrip) for i, t in added if t.special}
+
+
+def merged_end_ids(*groups: Iterable[int]) -> tuple[int, ...]:
+    """The token ids at any of which decoding ends, each once: those of the template (its own comes
+    first), of the model's config and of its generation_config.json."""
+    return tuple(dict.fromkeys(itertools.chain(*groups)))
 
 
 def mask_id_for(tokenizer: Any, model_mask_id: int | None = None) -> int:

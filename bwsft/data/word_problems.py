@@ -4,50 +4,27 @@ Training and test problems are disjoint by construction: the numbers of a proble
 split, so a test problem is never a training problem with another name in it.
 """
 
+import operator
 import random
-from collections.abc import Callable
 
 NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe", "Max", "Ivy")
 THINGS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "eggs")
 SPLITS = ("train", "test")
 TEST_SHARE = 5  # one combination of numbers in five is a test problem
 
-Text = tuple[str, str, int]
-
-
-def _gain_gain(name: str, things: str, a: int, b: int, c: int) -> Text:
-    query = f"{name} has {a} {things}, buys {b} and then finds {c}. How many {things} now?"
-    return query, f"{a} + {b} = {a + b}. {a + b} + {c} = {a + b + c}.", a + b + c
-
-
-def _gain_loss(name: str, things: str, a: int, b: int, c: int) -> Text:
-    query = f"{name} has {a} {things}, gets {b} more and gives {c} away. How many {things} now?"
-    return query, f"{a} + {b} = {a + b}. {a + b} - {c} = {a + b - c}.", a + b - c
-
-
-def _loss_gain(name: str, things: str, a: int, b: int, c: int) -> Text:
-    a += b
-    query = f"{name} has {a} {things}, loses {b} and buys {c}. How many {things} now?"
-    return query, f"{a} - {b} = {a - b}. {a - b} + {c} = {a - b + c}.", a - b + c
-
-
-def _bags_gain(name: str, things: str, a: int, b: int, c: int) -> Text:
-    query = f"{name} has {a} bags of {b} {things} and {c} more. How many {things} in all?"
-    return query, f"{a} x {b} = {a * b}. {a * b} + {c} = {a * b + c}.", a * b + c
-
-
-def _bags_loss(name: str, things: str, a: int, b: int, c: int) -> Text:
-    query = f"{name} fills {a} bags with {b} {things} each and sells {c}. How many {things} stay?"
-    return query, f"{a} x {b} = {a * b}. {a * b} - {c} = {a * b - c}.", a * b - c
-
-
-STORIES: tuple[Callable[[str, str, int, int, int], Text], ...] = (
-    _gain_gain,
-    _gain_loss,
-    _loss_gain,
-    _bags_gain,
-    _bags_loss,
+# Text of a problem, and the operations of its answer, (a op b) op c.
+STORIES = (
+    ("{name} has {a} {things}, buys {b} and then finds {c}. How many {things} now?", "+", "+"),
+    ("{name} has {a} {things}, gets {b} more and gives {c} away. How many {things} now?", "+", "-"),
+    ("{name} has {a} {things}, loses {b} and buys {c}. How many {things} now?", "-", "+"),
+    ("{name} has {a} bags of {b} {things} and {c} more. How many {things} in all?", "x", "+"),
+    (
+        "{name} fills {a} bags with {b} {things} each and sells {c}. How many {things} stay?",
+        "x",
+        "-",
+    ),
 )
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "x": operator.mul}
 
 
 def is_test(story: int, a: int, b: int, c: int) -> bool:
@@ -83,8 +60,13 @@ def generate(
         story = int(draw() * len(STORIES))
         a, b, c = (2 + int(draw() * (largest - 1)) for _ in range(3))
         name, things = NAMES[int(draw() * len(NAMES))], THINGS[int(draw() * len(THINGS))]
-        query, steps, result = STORIES[story](name, things, a, b, c)
-        if result >= 0 and is_test(story, a, b, c) == (split == "test"):
-            response = f"{steps}\nThe answer is: {result}"
-            problems.append({"query": query, "response": response})
+        is_wanted = is_test(story, a, b, c) == (split == "test")
+        text, first, second = STORIES[story]
+        a += b if first == "-" else 0  # nobody loses more than there is
+        middle = _OPERATIONS[first](a, b)
+        result = _OPERATIONS[second](middle, c)
+        if result >= 0 and is_wanted:
+            steps = f"{a} {first} {b} = {middle}. {middle} {second} {c} = {result}."
+            query = text.format(name=name, things=things, a=a, b=b, c=c)
+            problems.append({"query": query, "response": f"{steps}\nThe answer is: {result}"})
     return problems

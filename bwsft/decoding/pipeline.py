@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from bwsft import presets
 from bwsft.checkpoints.resolve import Trained, load_trained
-from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.data.chat_template import Template
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig, DecodeSettings
 from bwsft.decoding.generate import decode_stream
 from bwsft.decoding.request import check_request

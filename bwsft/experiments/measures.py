@@ -15,8 +15,9 @@ from pathlib import Path
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import Trained, load_trained
-from bwsft.data import dataset as d
 from bwsft.data import word_problems as wordproblems
+from bwsft.data.dataset import DataOptions, load_set
+from bwsft.data.packing import pack
 from bwsft.objectives.nelbo import HeldOut
 from bwsft.training.context_modes import make_mode
 from bwsft.training.run_data import layout_of
@@ -72,16 +73,16 @@ def held_out_nelbo(trained: Trained, config: c.Config, exam: Exam, pilot: bool =
 
     family = trained.backbone.family
     records = exam.nelbo_data or test_problems(exam.problems, config.data, pilot)
-    options = d.DataOptions(
+    options = DataOptions(
         template=config.dataset.template, max_length=config.max_length,
         gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
     )  # fmt: skip
-    examples = d.load_set(records, trained.tokenizer, options)
+    examples = load_set(records, trained.tokenizer, options)
     # A decoder's canvas, whatever the training's was.
     layout = dataclasses.replace(layout_of(config, family), canvas="fixed", fill=False)
     indices = range(min(exam.problems, len(examples)))
     batches = [
-        d.pack([examples.example(i) for i in indices[start : start + exam.batch_size]], layout)
+        pack([examples.example(i) for i in indices[start : start + exam.batch_size]], layout)
         for start in range(0, len(indices), exam.batch_size)
     ]
     spec = dataclasses.replace(mask_spec(config, family), seed=EXAM_MASKS)

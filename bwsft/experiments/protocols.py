@@ -16,11 +16,11 @@ def updates_of_traversals(config: c.Config, traversals: int) -> int:
     The count stops at the first update that reaches it.
     """
     from bwsft.checkpoints.resolve import plan_model, plan_tokenizer
-    from bwsft.data import dataset as d
+    from bwsft.data.tokenizer import load_tokenizer
     from bwsft.training.run_data import plan_data
 
     with contextlib.redirect_stdout(io.StringIO()):
-        tokenizer = d.load_tokenizer(plan_tokenizer(config))
+        tokenizer = load_tokenizer(plan_tokenizer(config))
         family = plan_model(config, tokenizer, None).family
         data = plan_data(config, tokenizer, family)
     return math.ceil(data.epoch * traversals / config.batch_size)

@@ -84,7 +84,7 @@ def embed(checkpoint: Path, folder: Path) -> None:
     """Store a checkpoint's model in bf16, with its tokenizer, as the embedded base."""
     import torch
 
-    from bwsft.data.dataset import load_tokenizer
+    from bwsft.data.tokenizer import load_tokenizer
     from bwsft.models.loading import load_backbone
     from bwsft.utils.files import folder_atomic
 

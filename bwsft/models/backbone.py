@@ -1,18 +1,26 @@
-"""What every model family offers the trainer and the sampler.
+"""The interface of a model: what every family offers the trainer and the sampler.
 
-T packed tokens, S sequences, N loss rows, D hidden size, V vocabulary (rows of the head).
+T packed tokens, S sequences, N supervised tokens, D hidden size, V vocabulary (rows of the head).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from bwsft_kernels import linear_argmax, linear_cross_entropy
 from torch import Tensor, nn
 
-from bwsft.models.kv_cache import Context, ContextCache, Span
+from bwsft.models.attention import (
+    ActiveLayout,
+    Layout,
+    compute_dtype,
+    packed_layout,
+    varlen_kernel,
+)
+from bwsft.models.kv_cache import CacheShape, Context, ContextCache, Span
 
 
 @dataclass(frozen=True)
@@ -23,20 +31,20 @@ class Family:
     mask_id: int
     eos_id: int
     end_ids: tuple[int, ...]  # decoding ends at any of these
-    vocab_size: int  # token ids lie below; the head may have more rows
+    vocab_size: int  # token ids are below it; the head may have more rows
     max_positions: int
-    logit_shift: int = 0  # row i predicts token i + logit_shift
+    logit_shift: int = 0  # position i predicts token i + logit_shift
     block_origin: str = "response"  # where the block grid starts: "response" | "absolute"
     attention: str = "full"  # "full" | "block_causal"
     softcap: float | None = None
 
 
 class Backbone(nn.Module):
-    """A Hugging Face model, possibly wrapped by peft, behind the one entry of a training step.
+    """A Hugging Face model, possibly wrapped by peft, as training and decoding call it.
 
     Head and loss live inside :meth:`forward`, so that the hooks of DDP and FSDP see the whole
-    step. A family implements :meth:`hidden_states`, :meth:`active_hidden_states`,
-    :meth:`new_cache`, :meth:`head` and :meth:`set_gradient_checkpointing`.
+    step. A family implements :meth:`run_layers`, :meth:`cache_shape`, :meth:`head` and
+    :meth:`set_gradient_checkpointing`.
     """
 
     def __init__(self, model: nn.Module, family: Family):
@@ -67,23 +75,56 @@ class Backbone(nn.Module):
         ``cu_seqlens`` [S + 1] holds the sequences' boundaries, ``position_ids`` [T] each token's
         position. ``context`` takes the keys and values of every layer. ``max_length``, the longest
         sequence where the caller knows it, saves a host read on CUDA. ``wanted`` [S, W]: only
-        these rows come out, [S * W, D], and the last layer runs for them alone. ``mask``, boolean
+        these tokens come out, [S * W, D], and the last layer runs for them alone. ``mask``, boolean
         [S, 1, L, L], says which key (last) a query may see. ``ValueError`` for a sequence beyond
         ``family.max_positions``, and on a CPU for an id or position out of range (on CUDA the
         embedding asserts on the device).
         """
-        raise NotImplementedError
+        check_ids(ids, self.family.vocab_size)
+        kernel = self.varlen_kernel() if mask is None else None
+        layout = packed_layout(cu_seqlens, max_length, kernel)
+        check_positions(layout.max_length, position_ids, self.family.max_positions, mask)
+        if mask is not None:
+            layout = replace(layout, mask=mask)
+        if context is not None:
+            slots = context.packed_slots(cu_seqlens, position_ids)
+            layout = replace(layout, cache=context, cache_slots=slots)
+        return self.run_layers(ids, position_ids, layout, wanted)
 
     def active_hidden_states(
         self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
     ) -> Tensor:
-        """Rows of a span, ids [S, W], against the cached context -> [S * W, D] after the final
+        """Tokens of a span, ids [S, W], against the cached context -> [S * W, D] after the final
         norm. Without gradients their keys and values stay in the cache. ``wanted`` [S, W']:
-        indices into the S * W rows, as in :meth:`hidden_states`."""
+        indices into the S * W tokens, as in :meth:`hidden_states`."""
+        check_ids(ids, self.family.vocab_size)
+        positions = span.positions()
+        slots = cache.slots(positions, span.repeats())
+        layout = ActiveLayout(cache, slots, len(ids), cache.mask())
+        return self.run_layers(ids.flatten(), positions.flatten(), layout, wanted)
+
+    def run_layers(
+        self, ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Embedding, layers and final norm: ids and positions [T] of a layout -> [T, D], or of the
+        tokens with indices ``wanted`` [S, W] alone, [S * W, D]."""
         raise NotImplementedError
+
+    def varlen_kernel(self) -> Callable | None:
+        """The attention function for packed tokens here, None for padding inside attention."""
+        model, width = self.base_model, self.cache_shape().head_dim
+        weight = model.get_input_embeddings().weight
+        chosen = model.config._attn_implementation
+        return varlen_kernel(weight.device, compute_dtype(weight), width, chosen)
 
     def new_cache(self, num_sequences: int, length: int) -> ContextCache:
         """An empty context cache for sequences of at most ``length`` positions."""
+        weight = self.base_model.get_input_embeddings().weight
+        like = torch.empty((), dtype=compute_dtype(weight), device=weight.device)
+        return ContextCache.allocate(self.cache_shape(), num_sequences, length, like)
+
+    def cache_shape(self) -> CacheShape:
+        """Layers, key/value heads and their width."""
         raise NotImplementedError
 
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -108,10 +149,10 @@ class Backbone(nn.Module):
         )
 
     def predicting_rows(self, rows: Tensor) -> Tensor:
-        """Hidden-state rows that predict the tokens at flat indices ``rows``.
+        """Indices of the hidden states that predict the tokens at flat indices ``rows`` [N].
 
         With a logit shift a prompt must be at least as long as the shift. The clamp serves the
-        tail of a row list, whose rows are 0 and weigh 0.
+        tail of a list, whose indices and weights are 0.
         """
         shift = self.family.logit_shift
         return rows if shift == 0 else (rows - shift).clamp_min(0)
@@ -126,14 +167,14 @@ class Backbone(nn.Module):
         smoothing: Tensor | float = 0.0,
         excluded_id: int | None = None,
     ) -> Any:
-        """Weighted sum of cross-entropies over the loss rows, a float32 scalar.
+        """Weighted sum of cross-entropies over the supervised tokens, a float32 scalar.
 
         ``batch`` has ``ids`` [T] (already masked), ``position_ids`` [T] and ``cu_seqlens``
         [S + 1]; ``rows`` [N] are flat indices into ``ids``, ``target`` [N] the clean tokens (-100
-        on the tail) and ``row_weight`` [N] the weights (0 on the tail). Rows are gathered before
+        on the tail) and ``row_weight`` [N] the weights (0 on the tail). They are gathered before
         the head, so its cost follows N and not T.
 
-        ``context`` names the span that holds the loss rows: the last layer then runs for it alone,
+        ``context`` names the span that holds those tokens: the last layer then runs for it alone,
         and with a cache all layers do. ``rows`` None is the context pass, which fills that cache.
         ``target`` None predicts: ``linear_argmax`` of the rows, [MASK] left out.
 
@@ -160,17 +201,14 @@ class Backbone(nn.Module):
         )
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-        """(hidden states, where the predicting rows stand in them)."""
-        packed = (batch.ids, batch.position_ids, batch.cu_seqlens)
-        longest = getattr(batch, "max_length", None)
-        mask = getattr(batch, "mask", None)
+        """(hidden states, the indices [N] of the predicting ones in them)."""
         if context is None:
-            return self.hidden_states(*packed, max_length=longest, mask=mask), rows
+            return self.hidden_states(**packed(batch), mask=getattr(batch, "mask", None)), rows
         span = context.span.shifted(self.family.logit_shift)
         index = span.index_of(rows, batch.cu_seqlens)
         flat = span.flat(batch.cu_seqlens)
         if context.cache is None:
-            return self.hidden_states(*packed, max_length=longest, wanted=flat), index
+            return self.hidden_states(**packed(batch), wanted=flat), index
         return self.active_hidden_states(batch.ids[flat], span, context.cache), index
 
     @torch.no_grad()
@@ -182,21 +220,19 @@ class Backbone(nn.Module):
         *,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Context pass: store every row's keys and values and show them all. Returns hidden states
-        as :meth:`hidden_states`."""
+        """Context pass: store every token's keys and values, and show them all. Returns hidden
+        states as :meth:`hidden_states`."""
         lengths = batch.cu_seqlens.diff()
         longest = getattr(batch, "max_length", None)
-        even = longest is not None and longest * (len(lengths)) == batch.ids.numel()
+        even = longest is not None and longest * len(lengths) == batch.ids.numel()
         cache.show(longest if even else lengths.long())
-        return self.hidden_states(
-            batch.ids,
-            batch.position_ids,
-            batch.cu_seqlens,
-            cache,
-            max_length=longest,
-            wanted=wanted,
-            mask=mask,
-        )
+        return self.hidden_states(**packed(batch), context=cache, wanted=wanted, mask=mask)
+
+
+def packed(batch: Any) -> dict[str, Any]:
+    """A packed batch as arguments of :meth:`Backbone.hidden_states`."""
+    found = {name: getattr(batch, name) for name in ("ids", "position_ids", "cu_seqlens")}
+    return found | {"max_length": getattr(batch, "max_length", None)}
 
 
 def check_context(family: Family, context: str) -> None:
@@ -224,8 +260,8 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
 def check_positions(
     longest: int, position_ids: Tensor | None, max_positions: int, mask: Tensor | None = None
 ) -> None:
-    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum. Rows
-    under a mask may hold copies at the same positions: there the positions alone count."""
+    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum. Under
+    a mask a sequence may hold copies at the same positions: there the positions alone count."""
     longest = longest if mask is None else 0
     if position_ids is not None and position_ids.device.type == "cpu" and position_ids.numel():
         low, high = (int(i) for i in position_ids.aminmax())
@@ -237,3 +273,8 @@ def check_positions(
             f"a sequence needs {longest} positions, the model has {max_positions}: shorten the "
             "prompt, or lower max_length or gen_length"
         )
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, in a fixed order: the key of the saved moments."""
+    return {n: p for n, p in sorted(model.named_parameters()) if p.requires_grad}

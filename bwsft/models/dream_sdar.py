@@ -46,7 +46,7 @@ class DreamConfig(Qwen2Config):
 
 
 class DreamModel(Qwen2ForCausalLM):
-    """Dream with its head: Qwen2's layers without the causal mask. Row i predicts token i + 1."""
+    """Dream with its head: Qwen2's layers, no causal mask. Position i predicts token i + 1."""
 
     config_class = DreamConfig
 
@@ -58,7 +58,7 @@ class DreamModel(Qwen2ForCausalLM):
     ):
         """As transformers' Qwen2, but ``attention_mask`` [S, L] (zeros at padding; None: no
         padding) hides keys alone; boolean [S, 1, L, L] is taken as it is. Positions count from the
-        row's start: give ``position_ids`` where padding stands there."""
+        sequence's start: give ``position_ids`` where padding is there."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if attention_mask.ndim == 2:
@@ -87,7 +87,7 @@ class SdarConfig(Qwen3Config):
 
 class SDARForCausalLM(Qwen3ForCausalLM):
     """SDAR with its head: Qwen3's layers, attention from block to block on a grid that starts at
-    position 0 (prompt included) and both ways within a block. Row i predicts token i."""
+    position 0 (prompt included) and both ways within a block. Position i predicts token i."""
 
     config_class = SdarConfig
 

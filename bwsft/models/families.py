@@ -1,6 +1,6 @@
 """The model families: from a config.json to a checked config, a Family and a Backbone.
 
-model_type       attention      a row predicts         [MASK]
+model_type       attention      a position predicts    [MASK]
 llada            full           its own token          config.json
 Dream            full           the next token         config.json
 sdar             block-causal   its own token          config.json, else 151669
@@ -28,39 +28,30 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from bwsft.data.chat_template import load_tokenizer
-from bwsft.data.tokenizer import own_mask_id
+from bwsft.data.tokenizer import load_tokenizer, own_mask_id
 from bwsft.models import dream_sdar as dream_sdar  # registers Dream and SDAR with transformers
-from bwsft.models import llada
 from bwsft.models.backbone import Backbone, Family
 from bwsft.models.hf_decoder import new_decoder
+from bwsft.models.llada import LladaBackbone
 from bwsft.models.llada_config import FIELD_TYPES, LladaConfig
 from bwsft.models.weight_files import read_json
 from bwsft.utils import config_check
 
+# <|eot_id|> of LLaDA's published vocabulary ends a turn; config.json names only <|endoftext|>.
+_LLADA_MASK_ID, _LLADA_EOT_ID = 126336, 126348
 DECODERS = ("qwen2", "qwen3", "llama")
 ENCODERS = ("bert", "modernbert")
 SUPPORTED = ("llada", "Dream", "sdar", *DECODERS, *ENCODERS)
 
 # Left out of a config.json, these would silently take the value of some large model.
-_LLADA_MUST_STATE = (
-    "d_model",
-    "n_layers",
-    "n_heads",
-    "vocab_size",
-    "max_sequence_length",
-    "rope_theta",
-    "rms_norm_eps",
+_LLADA_MUST_STATE = tuple(
+    "d_model n_layers n_heads vocab_size max_sequence_length rope_theta rms_norm_eps".split()
 )
-_MUST_STATE = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
+_MUST_STATE = tuple(
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "
+    "max_position_embeddings".split()
 )
-_MOST_LAYERS = 10_000  # a config of more is built for ever, before anything is compared
+_MOST_LAYERS = 10_000  # a config of more takes forever to build, before anything is compared
 _DTYPES = Literal["float64", "float32", "bfloat16", "float16"] | None
 # What transformers may know of a config.json beside the model's own fields.
 _KEPT = {
@@ -71,8 +62,10 @@ _KEPT = {
 }
 _FACTS = {"mask_token_id": int | None, "logit_shift": Literal[0, 1] | None}
 # Names of older transformers for fields of today.
-_OLDER = ("rope_theta", "rope_scaling", "partial_rotary_factor", "global_rope_theta")
-_OLDER += ("local_rope_theta", "global_attn_every_n_layers")
+_OLDER = tuple(
+    "rope_theta rope_scaling partial_rotary_factor global_rope_theta local_rope_theta "
+    "global_attn_every_n_layers".split()
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ class Facts:
     mask_id: int | None = None
     """Token id of [MASK]; the number of embeddings asks for one more, the mean of the others."""
     logit_shift: int | None = None
-    """1: row i predicts token i + 1, as in an autoregressive model; 0: its own token."""
+    """1: position i predicts token i + 1, as in an autoregressive model; 0: its own token."""
     eos_id: int | None = None
 
     @classmethod
@@ -107,7 +100,7 @@ def read_config(folder: Path, facts: Facts | None = None) -> PreTrainedConfig:
     if missing := [name for name in must if found.get(name) is None]:
         raise ValueError(f"{file} lacks {', '.join(missing)}: add the fields")
     if found.get("quantization_config"):
-        raise ValueError(f"{file}: quantised weights are not supported: take the full checkpoint")
+        raise ValueError(f"{file}: quantized weights are not supported: take the full checkpoint")
     typed = {name: hint for name, hint in _typed_fields(kind).items() if name in found}
     for name, hint in typed.items():
         config_check.convert(hint, found[name], str(file), name)
@@ -129,7 +122,7 @@ def _build(kind: str, found: dict, typed: dict[str, Any], file: Path) -> PreTrai
     names = [*typed, "rope_scaling", "rope_parameters"]  # refused by LladaConfig if set
     if kind != LladaConfig.model_type:
         if not 0 < found["num_hidden_layers"] <= _MOST_LAYERS:
-            raise ValueError(f"{file}: num_hidden_layers must lie between 1 and {_MOST_LAYERS:,}")
+            raise ValueError(f"{file}: num_hidden_layers must be between 1 and {_MOST_LAYERS:,}")
         common = {field.name for field in fields(PreTrainedConfig)}
         names += [*_OLDER, *({field.name for field in fields(config_class)} - common)]
         found = {"eos_token_id": None} | found  # not that of the first Llama or ModernBERT
@@ -189,20 +182,20 @@ _REMEDY = {
 def family_of(config: PreTrainedConfig) -> Family:
     """The family's facts from a complete config; ``ValueError`` if it names no mask or end
     token."""
-    kind = config.model_type
-    if kind == LladaConfig.model_type:
-        return llada.family_of(config)
+    kind, size = config.model_type, config.vocab_size
+    grows = kind in (*DECODERS, *ENCODERS)  # by a row, where [MASK] is a new id
     ends = config.eos_token_id
     ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     mask_id = getattr(config, "mask_token_id", None)
     shift = getattr(config, "logit_shift", None) if kind in DECODERS else 0
-    if mask_id is None or shift is None:
+    if grows and None in (mask_id, shift):
         raise ValueError(f"the model has no [MASK]: {_IN_PLACE if kind in ENCODERS else _BOTH}")
-    size = config.vocab_size
-    if not 0 <= mask_id <= size or kind not in (*DECODERS, *ENCODERS) and mask_id == size:
+    if not isinstance(mask_id, int) or not 0 <= mask_id < size + grows:
         raise ValueError(f"config field mask_token_id={mask_id} is no token id below {size}")
     if not ends or not all(isinstance(i, int) and 0 <= i < size for i in ends):
         raise ValueError(f"config field eos_token_id={config.eos_token_id} is no id below {size}")
+    if mask_id == _LLADA_MASK_ID and kind == LladaConfig.model_type and size > _LLADA_EOT_ID:
+        ends += (_LLADA_EOT_ID,)
     family = Family(
         mask_id=mask_id,
         eos_id=ends[0],
@@ -225,10 +218,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def wrap(model: PreTrainedModel, family: Family) -> Backbone:
-    """A transformers model behind the Backbone contract, grown by a row if [MASK] is a new id."""
+    """A transformers model as a Backbone, grown by a row if [MASK] is a new id."""
     kind = model.config.model_type
     if kind == LladaConfig.model_type:
-        return llada.LladaBackbone(model, family)
+        return LladaBackbone(model, family)
     _grow(model, family.mask_id)
     if kind in ENCODERS:
         from bwsft.models.hf_encoder import new_encoder

@@ -1,10 +1,10 @@
-"""Any Hugging Face decoder (Qwen2, Llama, ...) made bidirectional, behind the Backbone contract.
+"""Any Hugging Face decoder (Qwen2, Llama, ...) made bidirectional, as a Backbone.
 
-The decoder runs as transformers wrote it, on padded rows, under an explicit boolean 4-D mask:
+The decoder runs as transformers wrote it, on padded sequences, under an explicit boolean 4-D mask:
 transformers hands such a mask to SDPA as it is and then drops the causal flag. Keys and values pass
 through its Cache API (after RoPE, as it stores them) into and out of our context cache.
 
-S sequences, T packed tokens, L the longest sequence, W rows of a span, D hidden size, K key/value
+S sequences, T packed tokens, L the longest sequence, W tokens of a span, D hidden size, K key/value
 heads, E head width.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,56 +21,48 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
-from bwsft.models.attention import AttentionLayout, packed_layout
-from bwsft.models.backbone import Backbone, Family, check_ids, check_positions
-from bwsft.models.kv_cache import CacheShape, ContextCache, Span
-from bwsft.models.llada import compute_dtype
+from bwsft.models.attention import ActiveLayout, AttentionLayout, Layout
+from bwsft.models.backbone import Backbone, Family
+from bwsft.models.kv_cache import CacheShape, ContextCache
 
 # Factors on the logits that a head given as weight and bias cannot carry.
 _LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
-class _RecordingCache(Cache):
-    """A context pass: every layer's keys and values also go to flat slots [T] of a context cache.
-    ``padded`` [T] are the packed rows' places in the padded batch, None if they fill it."""
+class _LayerCache(Cache):
+    """Hands the keys and values of every layer to the context cache of a layout, under the name by
+    which transformers' layers call a cache.
 
-    def __init__(self, context: ContextCache, slots: Tensor, padded: Tensor | None):
+    A context pass only writes them. In an active pass attention gets all that the cache reaches,
+    [S, K, reach, E].
+    """
+
+    def __init__(self, layout: Layout):
         super().__init__(layers=[])
-        self.context, self.slots, self.padded = context, slots, padded
-        self.updates = 0
+        self.layout, self.updates = layout, 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self.updates += 1
-        k, v = (_rows(x, self.context) for x in (key_states, value_states))
-        if self.padded is not None:
-            k, v = k.index_select(0, self.padded), v.index_select(0, self.padded)
-        self.context.write(layer_idx, self.slots, k, v)
-        return key_states, value_states
-
-
-class _ActiveCache(Cache):
-    """An active pass: a layer's rows take their flat slots [S * W] of a context cache, and
-    attention gets all that the cache reaches, [S, K, reach, E]."""
-
-    def __init__(self, context: ContextCache, slots: Tensor):
-        super().__init__(layers=[])
-        self.context, self.slots = context, slots
-        self.updates = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        self.updates += 1
-        k, v = (_rows(x, self.context) for x in (key_states, value_states))
+        layout, context = self.layout, self.layout.cache
+        k, v = (_rows(x, context) for x in (key_states, value_states))
+        if isinstance(layout, AttentionLayout):
+            if layout.slots is not None:
+                k, v = k.index_select(0, layout.slots), v.index_select(0, layout.slots)
+            context.write(layer_idx, layout.cache_slots, k, v)
+            return key_states, value_states
         if torch.is_grad_enabled():
             # A copy of the layer's buffers, kept until backward: the context is a constant, the
-            # active rows carry gradient, and no later draw can write into what backward reads.
-            buffers = (self.context.keys[layer_idx], self.context.values[layer_idx])
-            found = (
-                b.flatten(0, 1).index_copy(0, self.slots, x).view_as(b)
+            # active tokens carry gradient, and no later draw can write into what backward reads.
+            buffers = (context.keys[layer_idx], context.values[layer_idx])
+            k, v = (
+                b.flatten(0, 1).index_copy(0, layout.cache_slots, x).view_as(b)
                 for b, x in zip(buffers, (k, v), strict=True)
             )
         else:
-            found = self.context.write(layer_idx, self.slots, k, v)
-        return tuple(self.context.seen(x).transpose(1, 2) for x in found)
+            k, v = context.write(layer_idx, layout.cache_slots, k, v)
+        return context.seen(k).transpose(1, 2), context.seen(v).transpose(1, 2)
 
 
 def _rows(states: Tensor, context: ContextCache) -> Tensor:
@@ -80,8 +73,8 @@ def _rows(states: Tensor, context: ContextCache) -> Tensor:
 class DecoderBackbone(Backbone):
     """The trainer's and sampler's view of a Hugging Face causal LM; :func:`new_decoder` builds it.
 
-    ``wanted`` only picks rows here: all layers run for the whole batch. Gradient checkpointing
-    covers passes without a cache; an active pass is a few rows and keeps its activations.
+    ``wanted`` only picks tokens here: all layers run for the whole batch. Gradient checkpointing
+    covers passes without a cache; an active pass is a few tokens and keeps its activations.
     """
 
     checkpointing = False
@@ -91,85 +84,46 @@ class DecoderBackbone(Backbone):
         """Embedding, layers and final norm."""
         return self.base_model.base_model
 
-    def hidden_states(
-        self,
-        ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        context: ContextCache | None = None,
-        *,
-        max_length: int | None = None,
-        wanted: Tensor | None = None,
-        mask: Tensor | None = None,
+    def varlen_kernel(self) -> None:
+        return None
+
+    def run_layers(
+        self, ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None
     ) -> Tensor:
-        check_ids(ids, self.family.vocab_size)
-        layout = packed_layout(cu_seqlens, max_length)
-        check_positions(layout.max_length, position_ids, self.family.max_positions, mask)
-        shape = (layout.num_sequences, layout.max_length)
-        if mask is None:
-            mask = layout.mask  # padded queries see the keys of their sequence: no row is empty
-        if mask is None:
+        ids, position_ids = layout.grid(ids), layout.grid(position_ids)  # [S, L]
+        active, mask = isinstance(layout, ActiveLayout), layout.mask
+        if mask is None:  # transformers takes that for a causal mask, so "all" is written out
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-        cache = None
-        if context is not None:
-            slots = context.packed_slots(cu_seqlens, position_ids)
-            cache = _RecordingCache(context, slots, layout.slots)
-        grids = (_grid(x, layout) for x in (ids, position_ids))
-        hidden = self._run(*grids, mask.expand(shape[0], 1, shape[1], shape[1]), cache)
-        index = layout.slots
+        keys = layout.cache.reach if active else layout.max_length
+        cache = None if layout.cache is None else _LayerCache(layout)
+        for layer in checkpointed_layers(self.decoder):
+            # transformers drops the cache of a layer that it checkpoints, with a warning only.
+            layer.gradient_checkpointing = self.checkpointing and cache is None
+        output = self.decoder(
+            input_ids=ids,
+            attention_mask=mask.expand(len(ids), 1, ids.shape[1], keys),
+            position_ids=position_ids,
+            use_cache=cache is not None,
+            **{_cache_argument(self.decoder): cache},
+        )
+        count = self.decoder.config.num_hidden_layers
+        if cache is not None and cache.updates != count:
+            raise ValueError(
+                f"{type(self.decoder).__name__} passed the keys and values of {cache.updates} of "
+                f"its {count} layers to the cache: use context=exact"
+            )
+        hidden = output.last_hidden_state.flatten(0, 1)
+        index = None if active else layout.slots
         if wanted is not None:
             index = wanted.flatten() if index is None else index[wanted.flatten()]
         return hidden if index is None else hidden.index_select(0, index)
 
-    def active_hidden_states(
-        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
-    ) -> Tensor:
-        check_ids(ids, self.family.vocab_size)
-        positions = span.positions()
-        recorder = _ActiveCache(cache, cache.slots(positions, span.repeats()))
-        # transformers takes a missing mask for a causal one, so "all slots" is written out.
-        mask = cache.mask()
-        if mask is None:
-            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-        mask = mask.expand(len(ids), 1, span.width, cache.reach)
-        hidden = self._run(ids, positions, mask, recorder)
-        return hidden if wanted is None else hidden.index_select(0, wanted.flatten())
-
-    def _run(
-        self,
-        ids: Tensor,
-        position_ids: Tensor,
-        mask: Tensor,
-        cache: _RecordingCache | _ActiveCache | None,
-    ) -> Tensor:
-        """Padded ids [S, L], boolean mask [S, 1, L, keys] -> hidden states [S * L, D]."""
-        decoder = self.decoder
-        for layer in _layers(decoder):
-            # transformers drops the cache of a layer that it checkpoints, with a warning only.
-            layer.gradient_checkpointing = self.checkpointing and cache is None
-        output = decoder(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            use_cache=cache is not None,
-            **{_cache_argument(decoder): cache},
-        )
-        if cache is not None and cache.updates != decoder.config.num_hidden_layers:
-            raise ValueError(
-                f"{type(decoder).__name__} passed the keys and values of {cache.updates} of its "
-                f"{decoder.config.num_hidden_layers} layers to the cache: use context=exact"
-            )
-        return output.last_hidden_state.flatten(0, 1)
-
-    def new_cache(self, num_sequences: int, length: int) -> ContextCache:
+    def cache_shape(self) -> CacheShape:
         config = self.decoder.config
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        weight = self.decoder.get_input_embeddings().weight
-        like = torch.empty((), dtype=compute_dtype(weight), device=weight.device)
-        shape = CacheShape(config.num_hidden_layers, kv_heads, width)
-        return ContextCache.allocate(shape, num_sequences, length, like)
+        return CacheShape(config.num_hidden_layers, kv_heads, width)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         module = self.base_model.get_output_embeddings()
@@ -181,7 +135,7 @@ class DecoderBackbone(Backbone):
         return module.weight, module.bias
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        layers = _layers(self.decoder)
+        layers = checkpointed_layers(self.decoder)
         if enabled and not layers:
             raise ValueError(f"{type(self.decoder).__name__} has no gradient checkpointing")
         for layer in layers:
@@ -189,7 +143,7 @@ class DecoderBackbone(Backbone):
         self.checkpointing = enabled
 
 
-def _layers(decoder: nn.Module) -> list[nn.Module]:
+def checkpointed_layers(decoder: nn.Module) -> list[nn.Module]:
     return [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
@@ -197,14 +151,6 @@ def _cache_argument(decoder: nn.Module) -> str:
     """``past_key_values``, which transformers 5.24 renamed to ``cache`` in most models."""
     names = inspect.signature(decoder.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
-
-
-def _grid(x: Tensor, layout: AttentionLayout) -> Tensor:
-    """Packed integers [T] -> padded [S, L], zeros in the unused places."""
-    if layout.slots is not None:
-        size = layout.num_sequences * layout.max_length
-        x = x.new_zeros(size).index_copy_(0, layout.slots, x)
-    return x.view(layout.num_sequences, layout.max_length)
 
 
 def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
@@ -224,7 +170,7 @@ def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
         if getattr(config, name, None) not in (None, 1):
             raise ValueError(f"config field {name}={getattr(config, name)} is not supported")
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
-        raise ValueError("rope_type longrope makes keys depend on the batch's longest row")
+        raise ValueError("rope_type longrope makes keys depend on the batch's longest sequence")
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap != family.softcap:
         raise ValueError(f"the config caps logits at {softcap}, the family at {family.softcap}")

@@ -1,12 +1,12 @@
-"""Masked-LM encoders of transformers (BERT, ModernBERT) behind the Backbone contract.
+"""Masked-LM encoders of transformers (BERT, ModernBERT) as Backbones, with packed attention.
 
-The layers run as transformers wrote them, on the packed rows as one row of T tokens: all they do
-but attention is row by row. Attention goes through transformers' own registry of attention
+The layers run as transformers wrote them, on the packed tokens as one sequence of T: all they do
+but attention is token by token. Attention goes through transformers' own registry of attention
 functions to :mod:`bwsft.models.attention`, which keeps sequences apart, and which records and
-reuses keys (after RoPE) and values. ModernBERT's local layers see what lies within half their
+reuses keys (after RoPE) and values. ModernBERT's local layers see what is within half their
 window in either direction, counted in positions, so that noisy copies and cached blocks fit too.
 
-T packed tokens, S sequences, L the longest, W rows of a span, D hidden size, E head width.
+T packed tokens, S sequences, L the longest, W tokens of a span, D hidden size, E head width.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, BertForMaskedLM, ModernBertForMaskedLM
 from transformers.modeling_utils import PreTrainedModel
 
-from bwsft.models.attention import ActiveLayout, AttentionLayout, packed_layout, varlen_kernel
-from bwsft.models.backbone import Family, check_ids, check_positions
-from bwsft.models.hf_decoder import DecoderBackbone, _grid, _layers, without_dropout
-from bwsft.models.kv_cache import Context, ContextCache, Span
-from bwsft.models.llada import compute_dtype
+from bwsft.models.attention import ActiveLayout, Layout, packed_layout
+from bwsft.models.backbone import Backbone, Family, packed
+from bwsft.models.hf_decoder import DecoderBackbone, checkpointed_layers, without_dropout
+from bwsft.models.kv_cache import Context
 
 _PACKED = "bwsft_packed"
 _FULL, _LOCAL = "full_attention", "sliding_attention"
-
-Layout = AttentionLayout | ActiveLayout
 
 
 def _attend(
@@ -41,10 +38,10 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: q, k, v [1, H, T, E] -> [1, T, H, E]. ``layouts``,
-    one for each layer, say what a row sees; dropout is off here, and the scale is 1/sqrt(E)."""
+    one for each layer, say what a token sees; dropout is off here, and the scale is 1/sqrt(E)."""
     if layouts is None:
         raise ValueError(
-            "this model runs packed rows: call its Backbone, or give it back its own attention "
+            "this model runs packed tokens: call its Backbone, or give it back its own attention "
             'with model.set_attn_implementation("sdpa")'
         )
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -57,63 +54,22 @@ AttentionInterface.register(_PACKED, _attend)
 class EncoderBackbone(DecoderBackbone):
     """The trainer's and sampler's view of a masked LM; :func:`new_encoder` builds it.
 
-    Hidden states include the MLM head's transform, which runs for the wanted rows alone; all
+    Hidden states include the MLM head's transform, which runs for the wanted tokens alone; all
     layers run for the whole batch. The head is the decoder matrix with its bias.
     """
 
-    def hidden_states(
-        self,
-        ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        context: ContextCache | None = None,
-        *,
-        max_length: int | None = None,
-        wanted: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        check_ids(ids, self.family.vocab_size)
-        full = packed_layout(cu_seqlens, max_length, self._kernel() if mask is None else None)
-        check_positions(full.max_length, position_ids, self.family.max_positions, mask)
-        if mask is not None:
-            full = replace(full, mask=mask)
-        local = full
-        if self._window is not None:
-            local = full if full.kernel is None else packed_layout(cu_seqlens, max_length)
-            local = replace(local, mask=_nearby(local, position_ids, self._window))
-        if context is not None:
-            slots = context.packed_slots(cu_seqlens, position_ids)
-            record = {"record": context, "cache_slots": slots}
-            full, local = replace(full, **record), replace(local, **record)
-        return self._run(ids, position_ids, full, local, wanted)
+    varlen_kernel = Backbone.varlen_kernel
 
-    def active_hidden_states(
-        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
+    def run_layers(
+        self, ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None
     ) -> Tensor:
-        check_ids(ids, self.family.vocab_size)
-        positions = span.positions()
-        slots = cache.slots(positions, span.repeats())
-        full = ActiveLayout(cache, slots, len(ids), cache.mask())
-        local = full
-        if self._window is not None:
-            slot = torch.arange(cache.reach, device=ids.device)
-            near = ((positions[:, :, None] - slot).abs() <= self._window)[:, None]
-            local = replace(full, mask=near if full.mask is None else near & full.mask)
-        return self._run(ids.flatten(), positions.flatten(), full, local, wanted)
-
-    def _run(
-        self,
-        ids: Tensor,
-        position_ids: Tensor,
-        full: Layout,
-        local: Layout,
-        wanted: Tensor | None,
-    ) -> Tensor:
-        """Rows [T] -> hidden states of all or the wanted rows, [T or their number, D]."""
-        encoder = self.decoder
-        for layer in _layers(encoder):
+        encoder, local = self.decoder, layout
+        kinds = _layer_types(encoder.config)
+        if _LOCAL in kinds:
+            local = _windowed(layout, position_ids, encoder.config.local_attention // 2)
+        for layer in checkpointed_layers(encoder):
             layer.gradient_checkpointing = self.checkpointing
-        layouts = [local if kind == _LOCAL else full for kind in _layer_types(encoder.config)]
+        layouts = [local if kind == _LOCAL else layout for kind in kinds]
         packed = {"input_ids": ids[None], "position_ids": position_ids[None], "layouts": layouts}
         hidden = encoder(**packed).last_hidden_state[0]
         if wanted is not None:
@@ -121,37 +77,26 @@ class EncoderBackbone(DecoderBackbone):
         return _transform(self.base_model)(hidden)
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-        """As in Backbone; without a span the transform runs for the loss rows alone too."""
+        """As in Backbone; without a span the transform runs for the supervised tokens alone too."""
         if context is not None:
             return super()._rows_of(batch, rows, context)
-        hidden = self.hidden_states(
-            batch.ids,
-            batch.position_ids,
-            batch.cu_seqlens,
-            max_length=getattr(batch, "max_length", None),
-            wanted=rows,
-            mask=getattr(batch, "mask", None),
-        )
+        hidden = self.hidden_states(**packed(batch), wanted=rows, mask=getattr(batch, "mask", None))
         return hidden, torch.arange(len(rows), device=rows.device)
 
-    @property
-    def _window(self) -> int | None:
-        """How many positions a local layer sees to either side; None without such layers."""
-        config = self.decoder.config
-        return config.local_attention // 2 if _LOCAL in _layer_types(config) else None
 
-    def _kernel(self):
-        weight, config = self.decoder.get_input_embeddings().weight, self.decoder.config
-        width = config.hidden_size // config.num_attention_heads
-        return varlen_kernel(weight.device, compute_dtype(weight), width)
-
-
-def _nearby(layout: AttentionLayout, position_ids: Tensor, window: int) -> Tensor:
-    """The mask of a padded layout, of it the keys within ``window`` positions: [S, 1, L, L]."""
-    places = _grid(position_ids, layout)
-    near = ((places[:, :, None] - places[:, None, :]).abs() <= window)[:, None]
-    # A padded query stands at position 0: it sees the sequence's start, and no row is empty.
-    return near if layout.mask is None else near & layout.mask
+def _windowed(layout: Layout, position_ids: Tensor, window: int) -> Layout:
+    """A layout with a mask, of it the keys within ``window`` positions of the query alone."""
+    if isinstance(layout, ActiveLayout):
+        keys = torch.arange(layout.cache.reach, device=position_ids.device)
+    else:
+        if layout.kernel is not None:  # which takes no mask
+            padded = packed_layout(layout.cu_seqlens, layout.max_length)
+            layout = replace(padded, cache=layout.cache, cache_slots=layout.cache_slots)
+        # A padded query is at position 0: it sees the sequence's start, so it has keys.
+        keys = layout.grid(position_ids)[:, None, :]
+    near = (layout.grid(position_ids)[:, :, None] - keys).abs() <= window  # [S, queries, keys]
+    near = near[:, None]
+    return replace(layout, mask=near if layout.mask is None else near & layout.mask)
 
 
 def _layer_types(config: Any) -> list[str]:
@@ -166,21 +111,21 @@ def _transform(model: PreTrainedModel) -> nn.Module:
 
 
 def new_encoder(model: PreTrainedModel, family: Family) -> EncoderBackbone:
-    """Put a masked LM (``BertForMaskedLM``, ``ModernBertForMaskedLM``) behind the contract, in
+    """Put a masked LM (``BertForMaskedLM``, ``ModernBertForMaskedLM``) into a Backbone, in
     place: its attention function changes, and its own dropouts (0.1 in BERT's configs) are off.
 
-    All context modes and block masks are supported. ``ValueError`` for a family or a model that
-    this cannot serve.
+    All context modes and block masks are supported. ``ValueError`` for a model that this cannot
+    serve.
     """
-    _check(model, family)
+    _check(model)
     without_dropout(model)
     model.set_attn_implementation(_PACKED)
     # transformers names the embeddings too; sharded on their own they would part from a tied head.
-    model._no_split_modules = sorted({type(layer).__name__ for layer in _layers(model)})
+    model._no_split_modules = sorted({type(layer).__name__ for layer in checkpointed_layers(model)})
     return EncoderBackbone(model, family)
 
 
-def _check(model: PreTrainedModel, family: Family) -> None:
+def _check(model: PreTrainedModel) -> None:
     config = model.config
     if not isinstance(model, (BertForMaskedLM, ModernBertForMaskedLM)):
         raise ValueError(
@@ -193,16 +138,3 @@ def _check(model: PreTrainedModel, family: Family) -> None:
         raise ValueError("chunk_size_feed_forward is not supported: set it to 0 in the config")
     if foreign := set(_layer_types(config)) - {_FULL, _LOCAL}:
         raise ValueError(f"layers of type {', '.join(sorted(foreign))} are not supported")
-    if family.logit_shift or family.softcap is not None:
-        raise ValueError("a masked LM predicts in place: logit_shift must be 0, and softcap None")
-    rows = model.get_input_embeddings().num_embeddings
-    if not max(family.mask_id, family.eos_id) < family.vocab_size <= rows:
-        raise ValueError(
-            f"mask_id={family.mask_id} and eos_id={family.eos_id} must lie below vocab_size="
-            f"{family.vocab_size}, and that within the model's {rows} embeddings"
-        )
-    if family.max_positions > config.max_position_embeddings:
-        raise ValueError(
-            f"the family has {family.max_positions} positions, the model "
-            f"{config.max_position_embeddings}"
-        )

@@ -1,18 +1,18 @@
 """The context cache: keys and values of everything but the active block, for training and decoding.
 
-Attention over [context ; active rows] is split in two passes. A context pass runs the whole canvas
-and stores every layer's keys (after RoPE) and values in preallocated buffers. An active pass then
-runs only the rows of a span (one contiguous stretch per sequence), writes their keys and values
+Attention over [context ; active tokens] is split in two passes. A context pass runs the whole
+canvas and stores every layer's keys (after RoPE) and values in preallocated buffers. An active pass
+runs only the tokens of a span (one contiguous stretch per sequence), writes their keys and values
 into their own slots, and attends to whatever the cache shows. The four decoding modes and the two
 cached training modes differ only in when the buffers are filled, which span is active and which
 slots are visible:
 
 cached        context pass with the active block all [MASK]; span = active block; all slots visible
 prefix        as cached, but span = active block + suffix: the suffix is recomputed every step
-block_causal  buffers grow by one finished block at a time; slots behind the block are invisible
+block_causal  buffers grow by one finished block at a time; slots after the block are invisible
 exact with context_grad=False: as cached, but the context pass sees the noisy block itself
 
-S sequences, L slots, W rows of a span, K key/value heads, E head width.
+S sequences, L slots, W tokens of a span, K key/value heads, E head width.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """One contiguous stretch of rows per sequence, as a rectangle.
+    """One contiguous stretch of tokens per sequence, as a rectangle.
 
-    Shorter stretches repeat their last row up to the width, so that the rectangle is full of
-    valid rows: a repeated row computes what its original computes, and writes to the spare slot.
+    Shorter stretches repeat their last token up to the width, so that the rectangle is full of
+    valid ones: a repeated token computes what its original does, and writes to the spare slot.
     """
 
-    start: Tensor  # [S] row-relative
+    start: Tensor  # [S] position in the sequence
     length: Tensor  # [S], at least 1
     width: int  # at least the longest length
     even: bool = False  # the host knows that every length is the width
 
     def positions(self) -> Tensor:
-        """Row-relative positions [S, W]."""
+        """Positions in the sequences [S, W]."""
         offset = torch.arange(self.width, device=self.start.device)
         return self.start[:, None] + torch.minimum(offset[None], self.length[:, None] - 1)
 
     def repeats(self) -> Tensor | None:
-        """True [S, W] where a row only fills the rectangle; None if none does."""
+        """True [S, W] where a token only fills the rectangle; None if none does."""
         if self.even:
             return None
         offset = torch.arange(self.width, device=self.start.device)
         return offset[None] >= self.length[:, None]
 
     def flat(self, cu_seqlens: Tensor) -> Tensor:
-        """Indices [S, W] into packed rows with boundaries cu_seqlens [S + 1]."""
+        """Indices [S, W] into packed tokens with boundaries cu_seqlens [S + 1]."""
         return cu_seqlens[:-1, None].long() + self.positions()
 
     def index_of(self, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Place in the flattened rectangle [S * W] of packed rows [N] that lie in the span (any
-        valid place for a list's tail, whose rows lie outside and weigh nothing)."""
+        """Place in the flattened rectangle [S * W] of packed indices [N] within the span (any
+        valid place for a list's tail, whose indices are outside and weigh nothing)."""
         owner = torch.searchsorted(cu_seqlens[1:], rows, right=True)
         offset = rows - cu_seqlens[owner] - self.start[owner]
         return owner * self.width + offset.clamp(0, self.width - 1)
 
     def places_of(self, part: Span) -> Tensor:
-        """Places [S, W'] in the flattened rectangle [S * W] of a span that lies in this one."""
+        """Places [S, W'] in the flattened rectangle [S * W] of a span within this one."""
         first = torch.arange(len(self.start), device=self.start.device)[:, None] * self.width
         return first + part.positions() - self.start[:, None]
 
     def shifted(self, shift: int) -> Span:
-        """The rows that predict the tokens of this span under a logit shift."""
+        """The positions that predict the tokens of this span under a logit shift."""
         return self if shift == 0 else replace(self, start=self.start - shift)
 
 
@@ -89,23 +89,25 @@ class CacheShape:
 
 @dataclass
 class ContextCache:
-    """Keys and values of every layer, [S, L + 1, K, E] each: slot p of row s holds position p, and
-    the last slot takes what must not be kept. `visible` [S] is how many slots, from the left, an
-    active row sees. With `rows` [S] the sequences are those rows of larger buffers."""
+    """Keys and values of every layer, [S, L + 1, K, E] each: slot p of sequence s holds position p,
+    and the last slot takes what must not be kept. `visible` [S] is how many slots, from the left,
+    an active token sees. With `rows` [S] the sequences are those rows of larger buffers."""
 
     keys: list[Tensor]
     values: list[Tensor]
     visible: Tensor
-    even: int | None = None  # the host knows that every row sees this many
-    most: int | None = None  # the host knows that no row sees more
+    even: int | None = None  # the host knows that every sequence sees this many
+    most: int | None = None  # the host knows that no sequence sees more
     rows: Tensor | None = None
 
     @classmethod
-    def allocate(cls, shape: CacheShape, num_sequences: int, length: int, like: Tensor):
+    def allocate(
+        cls, shape: CacheShape, num_sequences: int, length: int, like: Tensor
+    ) -> ContextCache:
         """Buffers for sequences of at most `length` positions, in the dtype and on the device of
         `like`."""
         size = (num_sequences, length + 1, shape.num_kv_heads, shape.head_dim)
-        # Zeros, because a masked slot still meets a weight of 0, and 0 * NaN would not be 0.
+        # Zeros, because a masked slot is still multiplied by 0, and 0 * NaN would not be 0.
         buffers = [[like.new_zeros(size) for _ in range(shape.num_layers)] for _ in range(2)]
         visible = torch.zeros(num_sequences, dtype=torch.long, device=like.device)
         return cls(buffers[0], buffers[1], visible)
@@ -114,11 +116,8 @@ class ContextCache:
     def length(self) -> int:
         return self.keys[0].shape[1] - 1
 
-    def bytes(self) -> int:
-        return sum(b.numel() * b.element_size() for b in self.keys + self.values)
-
     def keep(self, rows: Tensor) -> ContextCache:
-        """The cache of these rows alone, a list or a bool [S] (retired rows are dropped)."""
+        """The cache of these sequences alone, a list or a bool [S] (retired ones are dropped)."""
         return replace(
             self,
             keys=[b[rows] for b in self.keys],
@@ -127,7 +126,7 @@ class ContextCache:
         )
 
     def at(self, rows: Tensor) -> ContextCache:
-        """A view of the rows [S'], a list: passes over these sequences alone."""
+        """A view of the sequences [S'], a list: passes over these sequences alone."""
         return replace(self, visible=self.visible[rows], rows=rows)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,14 +137,14 @@ class ContextCache:
         return self.keys[layer], self.values[layer]
 
     def slots(self, positions: Tensor, spare: Tensor | None = None) -> Tensor:
-        """Flat slots [S * W] of row-relative positions [S, W]; `spare` [S, W] go to the last."""
+        """Flat slots [S * W] of positions [S, W]; `spare` [S, W] go to the last."""
         sequence = torch.arange(len(positions), device=positions.device)[:, None]
         if spare is not None:
             positions = positions.masked_fill(spare, self.length)
         return self.slots_of(sequence, positions).flatten()
 
     def packed_slots(self, cu_seqlens: Tensor, position_ids: Tensor) -> Tensor:
-        """Flat slots [T] of packed rows at positions [T], with boundaries cu_seqlens [S + 1]."""
+        """Flat slots [T] of packed tokens at positions [T], with boundaries cu_seqlens [S + 1]."""
         lengths = cu_seqlens.diff().long()
         owner = torch.repeat_interleave(lengths, output_size=len(position_ids))
         return self.slots_of(owner, position_ids)
@@ -156,7 +155,7 @@ class ContextCache:
         return row * (self.length + 1) + positions
 
     def show(self, visible: Tensor | int, most: int | None = None) -> None:
-        """Let active rows see the first `visible` slots, a number [S] or one for all; `most` is
+        """Let active tokens see the first `visible` slots, a number [S] or one for all; `most` is
         the largest where the host knows it."""
         self.even = visible if isinstance(visible, int) else None
         self.most = most if self.even is None else self.even
@@ -173,7 +172,7 @@ class ContextCache:
         return buffer if self.rows is None else buffer.index_select(0, self.rows)
 
     def mask(self) -> Tensor | None:
-        """Boolean [S, 1, 1, reach]: slots that an active row sees; None: all of them."""
+        """Boolean [S, 1, 1, reach]: slots that an active token sees; None: all of them."""
         if self.even is not None:
             return None
         slot = torch.arange(self.reach, device=self.visible.device)

@@ -1,14 +1,13 @@
 """LLaDA (Nie et al. 2025, arXiv:2502.09992) for transformers 5, written from its published layout.
 
-A pre-norm transformer without a causal mask and without a logit shift: row i predicts token i.
-Everything runs on packed rows [T, D]; padded input is the same rows with a key mask. Tensor names
-are those of the official checkpoints, so no conversion happens on the way in or out.
+A pre-norm transformer without a causal mask and without a logit shift: position i predicts token i.
+Everything runs on packed tokens [T, D]; padded input is the same with a key mask. Tensor names are
+those of the official checkpoints, so no conversion happens on the way in or out.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,16 +17,11 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
-from bwsft.models.attention import ActiveLayout, packed_layout, padded_layout, varlen_kernel
-from bwsft.models.backbone import Backbone, Family, check_ids, check_positions
-from bwsft.models.kv_cache import CacheShape, ContextCache, Span
+from bwsft.models.attention import Layout, padded_layout, varlen_kernel
+from bwsft.models.backbone import Backbone, check_ids, check_positions
+from bwsft.models.kv_cache import CacheShape
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.llada_layers import LladaModel, LladaRMSNorm
-
-__all__ = ["LladaBackbone", "LladaConfig", "LladaForMaskedDiffusion"]
-
-# <|eot_id|> of the published vocabulary: it ends a turn, config.json names only <|endoftext|>.
-_LLADA_MASK_ID, _LLADA_EOT_ID = 126336, 126348
 
 
 class LladaForMaskedDiffusion(PreTrainedModel):
@@ -94,45 +88,6 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         )
         return MaskedLMOutput(logits=self.model.logits(hidden).unflatten(0, shape))
 
-    def packed_hidden_states(
-        self,
-        ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        context: ContextCache | None = None,
-        *,
-        max_length: int | None = None,
-        wanted: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """As :meth:`bwsft.models.backbone.Backbone.hidden_states`."""
-        check_ids(ids, self.config.vocab_size)
-        x = self.model.transformer["wte"](ids)  # [T, D]
-        kernel = None
-        if mask is None:
-            kernel = varlen_kernel(
-                x.device, compute_dtype(x), self.config.head_dim, self.config._attn_implementation
-            )
-        layout = packed_layout(cu_seqlens, max_length, kernel)
-        check_positions(layout.max_length, position_ids, self.config.max_sequence_length, mask)
-        if mask is not None:
-            layout = replace(layout, mask=mask)
-        if context is not None:
-            slots = context.packed_slots(cu_seqlens, position_ids)
-            layout = replace(layout, record=context, cache_slots=slots)
-        return self.model(x, position_ids, layout, wanted)
-
-    def active_hidden_states(
-        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
-    ) -> Tensor:
-        """As :meth:`bwsft.models.backbone.Backbone.active_hidden_states`."""
-        positions = span.positions()
-        check_ids(ids, self.config.vocab_size)
-        slots = cache.slots(positions, span.repeats())
-        layout = ActiveLayout(cache, slots, len(ids), cache.mask())
-        x = self.model.transformer["wte"](ids.flatten())
-        return self.model(x, positions.flatten(), layout, wanted)
-
     def _init_weights(self, module: nn.Module) -> None:
         """``normal``: N(0, init_std). ``mitchell`` (OLMo's default, which LLaDA trained from):
         std 1/sqrt(fan in), cut at 3 std, the two output projections of layer n smaller by
@@ -154,27 +109,18 @@ def _refuse_options(options: dict[str, Any]) -> None:
             raise ValueError(f"LLaDA's forward does not support {name}={value!r}")
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matmuls on ``x`` here: autocast's where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 class LladaBackbone(Backbone):
     """The trainer's and sampler's view of a :class:`LladaForMaskedDiffusion`."""
 
-    def hidden_states(self, *args: Any, **options: Any) -> Tensor:
-        return self.base_model.packed_hidden_states(*args, **options)
+    def run_layers(
+        self, ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None
+    ) -> Tensor:
+        model = self.base_model.model
+        return model(model.transformer["wte"](ids), position_ids, layout, wanted)
 
-    def active_hidden_states(self, *args: Any, **options: Any) -> Tensor:
-        return self.base_model.active_hidden_states(*args, **options)
-
-    def new_cache(self, num_sequences: int, length: int) -> ContextCache:
+    def cache_shape(self) -> CacheShape:
         config = self.base_model.config
-        shape = CacheShape(config.n_layers, config.num_kv_heads, config.head_dim)
-        weight = self.base_model.get_input_embeddings().weight
-        like = torch.empty((), dtype=compute_dtype(weight), device=weight.device)
-        return ContextCache.allocate(shape, num_sequences, length, like)
+        return CacheShape(config.n_layers, config.num_kv_heads, config.head_dim)
 
     def head(self) -> tuple[Tensor, None]:
         module = self.base_model.model.head_module
@@ -199,27 +145,6 @@ class LladaBackbone(Backbone):
             super().check_graphs()
         if varlen_kernel(weight.device, weight.dtype, width) is None:
             raise ValueError(f"graphs needs heads that flash attention takes, not {width} wide")
-
-
-def family_of(config: LladaConfig) -> Family:
-    """The family's facts from a config; ``ValueError`` if it names no mask or end token."""
-    for name in ("mask_token_id", "eos_token_id"):
-        value = getattr(config, name)
-        if not isinstance(value, int) or not 0 <= value < config.vocab_size:
-            raise ValueError(
-                f"config field {name}={value!r} must be a token id below "
-                f"vocab_size={config.vocab_size}"
-            )
-    end_ids = (config.eos_token_id,)
-    if config.mask_token_id == _LLADA_MASK_ID and config.vocab_size > _LLADA_EOT_ID:
-        end_ids += (_LLADA_EOT_ID,)
-    return Family(
-        mask_id=config.mask_token_id,
-        eos_id=config.eos_token_id,
-        end_ids=end_ids,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_sequence_length,
-    )
 
 
 AutoModel.register(LladaConfig, LladaForMaskedDiffusion, exist_ok=True)

@@ -105,7 +105,7 @@ class LladaConfig(PreTrainedConfig):
             if kwargs.get(name):
                 raise ValueError(
                     f"LLaDA config option {name} is not implemented: remove it, or load this "
-                    "checkpoint with its own modelling code"
+                    "checkpoint with its own modeling code"
                 )
         super().__post_init__(**kwargs)
         self.check()
@@ -117,7 +117,7 @@ class LladaConfig(PreTrainedConfig):
             if value not in values:
                 raise ValueError(
                     f"LLaDA config option {name}={value!r} is not implemented (only {values[0]!r} "
-                    "is): load this checkpoint with its own modelling code"
+                    "is): load this checkpoint with its own modeling code"
                 )
         for name in _POSITIVE:
             if not isinstance(getattr(self, name), int) or getattr(self, name) <= 0:

@@ -1,4 +1,4 @@
-"""LLaDA's layers, under the tensor names of the official checkpoints, on packed rows.
+"""LLaDA's layers, under the tensor names of the official checkpoints, on packed tokens.
 
 T packed tokens, S sequences, D hidden size, V head rows, H heads, K key/value heads, E head width.
 """
@@ -13,11 +13,11 @@ from types import ModuleType
 import bwsft_kernels
 import torch
 import torch.nn.functional as F
-from bwsft_kernels import torch_ops as plain
+from bwsft_kernels import torch_ops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bwsft.models.attention import ActiveLayout, AttentionLayout, rope_tables
+from bwsft.models.attention import Layout, rope_tables
 from bwsft.models.llada_config import LladaConfig
 
 
@@ -27,19 +27,19 @@ def _triton_is_there() -> bool:
 
 
 def small_ops(choice: str, x: Tensor) -> ModuleType:
-    """Where rms_norm, rotary and swiglu come from: ``bwsft_kernels`` fuses them ("on"), its
-    ``plain`` is torch ("off"). "auto" fuses on CUDA where triton is installed, but not under
+    """The module to take rms_norm, rotary and swiglu from: ``bwsft_kernels`` fuses them ("on"), its
+    ``torch_ops`` do not ("off"). "auto" fuses on CUDA where triton is installed, but not under
     torch.compile and export: they fuse plain torch themselves, and each of these functions would
     break their graph."""
     if choice == "auto":
         fuse = not torch.compiler.is_compiling() and x.is_cuda and _triton_is_there()
     else:
         fuse = choice == "on"
-    return bwsft_kernels if fuse else plain
+    return bwsft_kernels if fuse else torch_ops
 
 
 class LladaRMSNorm(nn.Module):
-    """Normalise in at least float32, cast back, then scale: the official rounding points."""
+    """Normalize in at least float32, cast back, then scale: the official rounding points."""
 
     fused_ops: str = "auto"
 
@@ -49,7 +49,7 @@ class LladaRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Normed rows; with ``delta``, those of x + delta and that sum itself."""
+        """Normed tokens [T, D]; with ``delta``, those of x + delta and that sum itself."""
         norm = partial(small_ops(self.fused_ops, x).rms_norm, weight=self.weight, eps=self.eps)
         return norm(x) if delta is None else norm(delta, residual=x)
 
@@ -60,7 +60,7 @@ def _normed(norm: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, T
 
 
 class LladaBlock(nn.Module):
-    """One layer: x + attention(norm(x)), then x + SwiGLU(norm(x)), on rows [T, D].
+    """One layer: x + attention(norm(x)), then x + SwiGLU(norm(x)), on tokens [T, D].
 
     What the MLP adds goes to the next layer beside x, so that its norm can add it in one pass.
     """
@@ -96,12 +96,12 @@ class LladaBlock(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
-        layout: AttentionLayout | ActiveLayout,
+        layout: Layout,
         wanted: Tensor | None = None,
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rows x + ``delta`` [T, D] -> the layer's output as two summands [T, D], or with
-        ``wanted`` [S, W] (indices of rows) [S * W, D]: keys and values of all rows, everything
+        """Tokens x + ``delta`` [T, D] -> the layer's output as two summands [T, D], or with
+        ``wanted`` [S, W] (indices) [S * W, D]: keys and values of all tokens, everything
         else of the wanted ones."""
         rotary = small_ops(self.fused_ops, x).rotary
         normed, x = _normed(self.attn_norm, x, delta)
@@ -157,12 +157,12 @@ class LladaModel(nn.Module):
         self,
         x: Tensor,
         position_ids: Tensor,
-        layout: AttentionLayout | ActiveLayout,
+        layout: Layout,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Embedded rows [T, D], positions [T] -> rows after the final norm [T, D].
+        """Embedded tokens [T, D], positions [T] -> the same after the final norm [T, D].
 
-        With ``wanted`` [S, W] only those rows come out, [S * W, D]: the last layer then runs its
+        With ``wanted`` [S, W] only those come out, [S * W, D]: the last layer then runs its
         queries, output projection and MLP for them alone, which changes no number.
         """
         rope = rope_tables(position_ids, self.head_dim, self.rope_theta, x.dtype)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from bwsft.data.tokenizer import add_mask_token
+from bwsft.data.tokenizer import add_mask_token, merged_end_ids
 from bwsft.models.backbone import Backbone, Family
 from bwsft.models.families import (
     DECODERS,
@@ -25,8 +25,6 @@ from bwsft.models.families import (
 )
 from bwsft.models.weight_files import Shapes, check_tensors, read_json, stored_shapes
 from bwsft.utils import strict_json
-
-__all__ = ["Facts", "as_backbone", "load_backbone", "new_backbone", "read_family", "set_mask"]
 
 
 def load_backbone(
@@ -52,7 +50,7 @@ def load_backbone(
     family = _family(folder, config)
     stored = stored_shapes(folder)
     layers = config.num_hidden_layers
-    if layers > len(stored):  # building as many, if only on paper, may take for ever
+    if layers > len(stored):  # building as many, if only on paper, may take forever
         raise ValueError(
             f"{folder} holds {len(stored)} tensors, too few for the {layers} layers of "
             "its config.json: take weights and config from the same checkpoint"
@@ -166,7 +164,7 @@ def _family(folder: Path, config: PreTrainedConfig) -> Family:
     ids = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = ids if isinstance(ids, list) else [ids]
     added = [i for i in ids if type(i) is int and 0 <= i < family.vocab_size]
-    return replace(family, end_ids=tuple(dict.fromkeys((*family.end_ids, *added))))
+    return replace(family, end_ids=merged_end_ids(family.end_ids, added))
 
 
 def _expected_shapes(config: PreTrainedConfig, folder: Path) -> tuple[Shapes, dict[str, str]]:

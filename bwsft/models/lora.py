@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from bwsft.checkpoints.facts import read_adapter_config
-from bwsft.checkpoints.folders import ADAPTER, load_adapter_weights
+from bwsft.config import LoraConfig
+from bwsft.models.backbone import Backbone
+from bwsft.models.weight_files import opened, read_tensors
+from bwsft.utils import config_check, strict_json
+
+if TYPE_CHECKING:
+    import peft
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 # Anchored on `blocks.N.`: LLaDA's head is called ff_out too, and a suffix list would adapt it.
 # `released` is what the paper's released list of Llama names hits in LLaDA: four of the seven.
@@ -38,12 +46,9 @@ _TARGETS = {
 }
 
 
-def add_lora(backbone, config, seed: int) -> None:
-    """Wrap `backbone.model` with adapters in place (fp32 parameters, frozen base).
-
-    config has rank, alpha, dropout and targets as in bwsft.config.LoraConfig. A is drawn from
-    `seed`, B is zero.
-    """
+def add_lora(backbone: Backbone, config: LoraConfig, seed: int) -> None:
+    """Wrap `backbone.model` with adapters in place (fp32 parameters, frozen base). A is drawn from
+    `seed`, B is zero."""
     import peft
 
     kind = backbone.base_model.config.model_type
@@ -58,33 +63,25 @@ def add_lora(backbone, config, seed: int) -> None:
     _wrap(backbone, lora)
 
 
-def _wrap(backbone, lora) -> None:
+def _wrap(backbone: Backbone, lora: peft.LoraConfig) -> None:
     import peft
 
     with warnings.catch_warnings():
         # peft asks transformers for a property by its old name.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         backbone.model = peft.get_peft_model(backbone.model, lora)
-    prepare_adapters(backbone)
-
-
-def prepare_adapters(backbone) -> None:
-    """Adapters keep fp32 parameters, but their matmuls run in the autocast dtype on CUDA.
-
-    peft would cast every adapter input to fp32 first: up to a quarter more activation memory.
-    """
-    from peft.tuners.lora import LoraLayer
-
+    # Adapters keep fp32 parameters, but their matmuls run in the autocast dtype on CUDA: peft would
+    # cast every adapter's input to fp32 first, which is up to a quarter more activation memory.
     for module in backbone.model.modules():
-        if isinstance(module, LoraLayer) and next(module.parameters()).is_cuda:
+        if isinstance(module, peft.tuners.lora.LoraLayer) and next(module.parameters()).is_cuda:
             module.cast_input_dtype_enabled = False
 
 
-def load_adapter(backbone, folder, trainable: bool) -> None:
-    """Put the LoRA adapter saved in `folder` on the backbone.
+def load_adapter(backbone: Backbone, folder: Path | str) -> None:
+    """Put the LoRA adapter saved in `folder` on the backbone, frozen.
 
     Which matrices it is on and their ranks are read from its tensors, not from the patterns of
-    adapter_config.json: a pattern may be a regular expression that takes for ever. ValueError
+    adapter_config.json: a pattern may be a regular expression that takes forever. ValueError
     unless every tensor fits a matrix of this model, other than the head, and the config.
     """
     import peft
@@ -101,19 +98,16 @@ def load_adapter(backbone, folder, trainable: bool) -> None:
         target_modules=sorted(ranks),
         rank_pattern={re.escape(n): rank for n, rank in ranks.items() if rank != stored.r},
         alpha_pattern=stored.alpha_pattern,
-        inference_mode=not trainable,
+        inference_mode=True,
     )
     _wrap(backbone, lora)
     load_adapter_weights(folder, backbone)
 
 
-def _adapted(backbone, file: Path) -> dict[str, int]:
+def _adapted(backbone: Backbone, file: Path) -> dict[str, int]:
     """Module name -> rank of its adapter, from the file's header alone."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            shapes = {n: tuple(handle.get_slice(n).get_shape()) for n in handle.keys()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): copy the adapter again") from None
+    with opened(file) as handle:
+        shapes = {n: tuple(handle.get_slice(n).get_shape()) for n in handle.keys()}
     modules, head = dict(backbone.model.named_modules()), backbone.head()[0]
     ranks = {}
     for tensor, shape in shapes.items():
@@ -140,7 +134,7 @@ def _adapted(backbone, file: Path) -> dict[str, int]:
     return ranks
 
 
-def _check_targets(stored, ranks: dict[str, int], folder) -> None:
+def _check_targets(stored: AdapterConfig, ranks: dict[str, int], folder: Path | str) -> None:
     """``ValueError`` where adapter_config.json contradicts the tensors."""
     if not stored.rank_pattern and (odd := [n for n, rank in ranks.items() if rank != stored.r]):
         raise ValueError(
@@ -158,3 +152,64 @@ def _check_targets(stored, ranks: dict[str, int], folder) -> None:
                 f"{folder}: adapter_config.json targets {target:.80}, but no tensor belongs to it: "
                 "take both files from the same adapter"
             )
+
+
+def load_adapter_weights(folder: Path | str, backbone: Backbone) -> None:
+    """Overwrite the adapters of `backbone` by those in a checkpoint; ValueError unless names and
+    shapes are exactly the same."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    path = Path(folder) / ADAPTER
+    tensors = read_tensors(path)
+    expected = get_peft_model_state_dict(backbone.model, save_embedding_layers=False)
+    if odd := sorted(set(tensors) ^ set(expected)):
+        lacks = "lacks" if odd[0] in expected else "has an unknown"
+        raise ValueError(f"{path} {lacks} tensor {odd[0]}: it is of another model or --lora config")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}, the run needs "
+                f"{tuple(expected[name].shape)}"
+            )
+    set_peft_model_state_dict(backbone.model, tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """The options of an adapter_config.json that decide what its tensors mean."""
+
+    peft_type: Literal["LORA"]
+    r: int
+    lora_alpha: float
+    target_modules: str | tuple[str, ...]
+    base_model_name_or_path: str | None = None
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
+    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
+
+
+# Where the adapter came from, or which layers it is on: the tensors' names say that better.
+_PROVENANCE = frozenset(
+    "auto_mapping inference_mode megatron_core peft_version qalora_group_size revision task_type "
+    "layers_pattern layers_to_transform exclude_modules fan_in_fan_out runtime_config eva_config"
+    " ensure_weight_tying".split()
+)
+
+
+def read_adapter_config(folder: Path | str) -> AdapterConfig:
+    """The adapter_config.json of a plain LoRA adapter (DoRA included); ValueError naming the field
+    for anything else, so that no option is dropped in silence."""
+    path = Path(folder) / ADAPTER_CONFIG
+    found = strict_json.read_object(path)
+    names = {field.name for field in dataclasses.fields(AdapterConfig)}
+    for name, value in found.items():
+        if name not in names | _PROVENANCE and value not in (None, False, "none", [], {}):
+            raise ValueError(f"{path}: option {name:.80} is not supported: merge it with peft")
+    known = {name: value for name, value in found.items() if name in names}
+    config = config_check.build(AdapterConfig, known, str(path))
+    if config.r < 1 or not config.lora_alpha > 0:
+        raise ValueError(f"{path}: r and lora_alpha must be positive")
+    return config

@@ -29,7 +29,7 @@ def require_bitsandbytes() -> ModuleType:
 
 def quantize(backbone: Backbone, device: torch.device) -> None:
     """Put a model that is on the CPU on ``device``, in place, its matrices as nf4 with doubly
-    quantised scales, one at a time: the device never holds the whole in its own dtype.
+    quantized scales, one at a time: the device never holds the whole in its own dtype.
 
     Embedding, norms, biases and the LM head keep their dtype: ``linear_cross_entropy`` reads the
     head as it is. Before adapters are added; the base must stay frozen.
@@ -44,9 +44,9 @@ def quantize(backbone: Backbone, device: torch.device) -> None:
 
 
 def _in_four_bits(library: ModuleType, linear: nn.Linear) -> nn.Module:
-    """A matrix that is quantised when it moves to a CUDA device."""
+    """A matrix that is quantized when it moves to a CUDA device."""
     options = {"compress_statistics": True, "quant_type": "nf4"}
-    quantised = library.nn.Linear4bit(
+    quantized = library.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
         bias=False,
@@ -54,8 +54,8 @@ def _in_four_bits(library: ModuleType, linear: nn.Linear) -> nn.Module:
         device="meta",
         **options,
     )
-    quantised.weight = library.nn.Params4bit(
-        linear.weight.data, requires_grad=False, module=quantised, **options
+    quantized.weight = library.nn.Params4bit(
+        linear.weight.data, requires_grad=False, module=quantized, **options
     )
-    quantised.bias = linear.bias
-    return quantised.train(linear.training)
+    quantized.bias = linear.bias
+    return quantized.train(linear.training)

@@ -1,6 +1,6 @@
 """Makes transformers' Auto classes know LLaDA without importing transformers.
 
-``import bwsft`` must register the model, and must stay cheap: transformers' modelling code takes
+``import bwsft`` must register the model, and must stay cheap: transformers' modeling code takes
 3 s to import, and ``bwsft --help`` has to answer within 1 s. So the registering module is imported
 right after the Auto module that it registers with, whenever that happens; where the Auto module is
 there already, at once. The two stages differ because transformers itself imports
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -22,7 +23,9 @@ _REGISTERED_BY = {
 
 
 class _RegisterAfterImport(MetaPathFinder):
-    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in _REGISTERED_BY:
             return None
         spec = PathFinder.find_spec(name, path, target)

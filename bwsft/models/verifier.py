@@ -1,6 +1,6 @@
 """A causal LM of transformers that scores what another model drafts (Adaptive Parallel Decoding).
 
-S sequences, W rows of a span, D hidden size.
+S sequences, W tokens of a span, D hidden size.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bwsft.models.attention import ActiveLayout
 from bwsft.models.backbone import Family
-from bwsft.models.hf_decoder import DecoderBackbone, _ActiveCache, new_decoder
+from bwsft.models.hf_decoder import DecoderBackbone, new_decoder
 from bwsft.models.kv_cache import ContextCache, Span
 from bwsft.models.loading import model_folder
 from bwsft.models.weight_files import stored_shapes
@@ -21,7 +22,7 @@ from bwsft.models.weight_files import stored_shapes
 
 @dataclass(frozen=True)
 class Verifier:
-    """An autoregressive model: row i of its hidden states predicts token i + 1."""
+    """An autoregressive model: position i predicts token i + 1."""
 
     decoder: DecoderBackbone
     name: str = ""
@@ -37,20 +38,20 @@ class Verifier:
         return self.decoder.family.max_positions
 
     def causal_states(self, ids: Tensor, span: Span, cache: ContextCache) -> Tensor:
-        """Rows of a span, ids [S, W], each after the cached positions before it -> [S * W, D].
+        """Tokens of a span, ids [S, W], each after the cached positions before it -> [S * W, D].
         Their keys and values stay in the cache."""
         positions = span.positions()
-        recorder = _ActiveCache(cache, cache.slots(positions, span.repeats()))
-        slot = torch.arange(cache.reach, device=ids.device)
-        mask = (slot <= positions[..., None])[:, None]
-        return self.decoder._run(ids, positions, mask, recorder)
+        slots = cache.slots(positions, span.repeats())
+        mask = torch.arange(cache.reach, device=ids.device) <= positions[..., None]  # [S, W, reach]
+        layout = ActiveLayout(cache, slots, len(ids), mask[:, None])
+        return self.decoder.run_layers(ids.flatten(), positions.flatten(), layout)
 
 
 def new_verifier(model: PreTrainedModel, name: str = "") -> Verifier:
     """ValueError for a model whose attention or head this cannot serve; see `new_decoder`."""
     config = model.config
     family = Family(
-        mask_id=0,  # it never meets one
+        mask_id=0,  # it never sees one
         eos_id=0,
         end_ids=(),
         vocab_size=min(config.vocab_size, model.get_input_embeddings().num_embeddings),

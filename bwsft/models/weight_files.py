@@ -1,12 +1,14 @@
-"""Shards and their headers against what a config asks for, before a weight is read."""
+"""Checks the safetensors files of a model against its config before a weight is read."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from bwsft.utils import strict_json
 
@@ -29,6 +31,24 @@ def read_json(file: Path) -> dict:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: give the folder of a complete checkpoint")
     return strict_json.read_object(file)
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[safe_open]:
+    """A safetensors file whose tensors are read one by one; ValueError for a damaged one."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or cut short ({error}): copy it again") from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error}): copy it again") from error
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file; ValueError for a damaged one."""
+    with opened(file) as handle:
+        return {name: handle.get_tensor(name) for name in handle.keys()}
 
 
 def shard_files(folder: Path) -> dict[str, list[str] | None]:
@@ -64,15 +84,10 @@ def stored_shapes(folder: Path) -> Shapes:
     shapes: Shapes = {}
     for shard, indexed in shard_files(folder).items():
         file = folder / shard
-        try:
-            with safe_open(file, framework="pt") as handle:
-                slices = {name: handle.get_slice(name) for name in handle.keys()}
-                stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
-                kinds = {name: part.get_dtype() for name, part in slices.items()}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{file} is damaged or cut short ({error}): download it again"
-            ) from error
+        with opened(file) as handle:
+            slices = {name: handle.get_slice(name) for name in handle.keys()}
+            stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            kinds = {name: part.get_dtype() for name, part in slices.items()}
         if indexed is not None and set(indexed) != set(stored):
             raise ValueError(
                 f"{file} and {_INDEX} disagree about {_some(set(indexed) ^ set(stored))}: "
@@ -83,7 +98,7 @@ def stored_shapes(folder: Path) -> Shapes:
         if odd := [name for name, kind in kinds.items() if kind not in _FLOATS]:
             raise ValueError(
                 f"{file}: {odd[0]} is stored as {kinds[odd[0]]}, not as floating-point numbers: "
-                "take the checkpoint before quantisation"
+                "take the checkpoint before quantization"
             )
         shapes.update((renamed(name), shape) for name, shape in stored.items())
     return shapes
@@ -127,7 +142,7 @@ def _same(folder: Path, *names: str) -> bool:
     """Whether two tensors hold the same numbers."""
     found = []
     for shard in shard_files(folder):
-        with safe_open(folder / shard, framework="pt") as handle:
+        with opened(folder / shard) as handle:
             found += [handle.get_tensor(name) for name in names if name in handle.keys()]
     return found[0].equal(found[1])
 

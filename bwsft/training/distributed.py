@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bwsft.training.optim import trainable
+from bwsft.models.backbone import trainable
 
 # A rank may wait for another that tokenizes or writes a large checkpoint. One that dies ends the
 # others sooner: gloo and NCCL notice the lost connection, and torchrun ends the rest.

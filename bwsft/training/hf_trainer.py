@@ -29,7 +29,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from bwsft import config as c
-from bwsft.data import dataset as d
+from bwsft.data.packing import Batch, CanvasLayout, Example, order, pack
 from bwsft.models.backbone import check_context
 from bwsft.models.loading import as_backbone
 from bwsft.objectives.base import Place
@@ -65,15 +65,15 @@ class BlockwiseCollator:
     training. ValueError for features that lack one of them or contain [MASK].
     """
 
-    def __init__(self, layout: d.CanvasLayout):
+    def __init__(self, layout: CanvasLayout):
         self.layout = layout
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        batch = d.pack([self.example(feature) for feature in features], self.layout)
+        batch = pack([self.example(feature) for feature in features], self.layout)
         # The Trainer takes the first tensor's length for the batch size.
         return {"sample_ids": batch.sample_ids} | vars(batch)
 
-    def example(self, feature: Mapping[str, Any]) -> d.Example:
+    def example(self, feature: Mapping[str, Any]) -> Example:
         if missing := [name for name in COLUMNS[:3] if name not in feature]:
             raise ValueError(
                 f"a training example has no {missing[0]}: BlockwiseTrainer needs prompt, response "
@@ -85,7 +85,7 @@ class BlockwiseCollator:
             raise ValueError(f"example {number} has an empty response")
         if self.layout.mask_id in prompt or self.layout.mask_id in response:
             raise ValueError(f"example {number} contains [MASK], id {self.layout.mask_id}")
-        return d.Example(prompt, response, number, int(feature.get("visit", 0)))
+        return Example(prompt, response, number, int(feature.get("visit", 0)))
 
 
 class BlockwiseTrainer(Trainer):
@@ -168,7 +168,7 @@ class BlockwiseTrainer(Trainer):
         averages over processes."""
         if return_outputs:
             raise ValueError("BlockwiseTrainer has no outputs to return: it keeps no logits")
-        batch = d.Batch(**inputs)
+        batch = Batch(**inputs)
         batch = dataclasses.replace(batch, visits=batch.visits + self.visit)
         sequences = batch.num_sequences if num_items_in_batch is None else num_items_in_batch
         scale = self.accelerator.num_processes / sequences
@@ -191,7 +191,7 @@ class BlockwiseTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
         """(held-out blockwise NELBO of the batch, None, None)."""
-        batch = d.Batch(**self._prepare_inputs(inputs))
+        batch = Batch(**self._prepare_inputs(inputs))
         value = held_out(self.config, self.backbone.family).nelbo(self.mode.score, [batch])
         return torch.tensor(value, device=self.args.device), None, None
 
@@ -206,7 +206,7 @@ class VisitOrder(Sampler):
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        return iter(d.order(self.count, self.visit(), self.seed).tolist())
+        return iter(order(self.count, self.visit(), self.seed).tolist())
 
 
 def check(config: c.Config, options: Mapping[str, Any]) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from bwsft_kernels.block_grid import BlockGrid
 
 from bwsft import config as c
-from bwsft.data import dataset as d
+from bwsft.data import packing
 from bwsft.data import word_problems as wordproblems
+from bwsft.data.dataset import DataOptions, TokenizedSet, load_set
+from bwsft.data.packing import Batch, CanvasLayout, pack, split_holdout
 from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import HeldOut
@@ -27,10 +28,10 @@ FIXED_SEED = 0
 class TrainingData:
     """A tokenized set, its held-out part, and how a batch is laid out."""
 
-    examples: d.TokenizedSet
+    examples: TokenizedSet
     train_index: np.ndarray
     holdout_index: np.ndarray
-    layout: d.CanvasLayout
+    layout: CanvasLayout
     each: np.ndarray | None = None
     """[R, 3] (example, block, blocks of the example): an epoch is these rows in random order, not
     the examples (--objective.blocks each)."""
@@ -46,15 +47,15 @@ class TrainingData:
 
     def samples(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
         """(example index, earlier visits) of every sequence of optimizer update `step`."""
-        samples = d.slots(step, batch_size, self.epoch, seed)
+        samples = packing.samples(step, batch_size, self.epoch, seed)
         if self.each is None:
             return [(int(self.train_index[i]), visit) for i, visit in samples]
         # A traversal is M visits: the objective finds block and traversal in the visit's number.
         rows = [(self.each[i].tolist(), epoch) for i, epoch in samples]
         return [(example, epoch * blocks + block) for (example, block, blocks), epoch in rows]
 
-    def pack(self, samples: list[tuple[int, int]]) -> d.Batch:
-        return d.pack([self.examples.example(i, visit) for i, visit in samples], self.layout)
+    def pack(self, samples: list[tuple[int, int]]) -> Batch:
+        return pack([self.examples.example(i, visit) for i, visit in samples], self.layout)
 
     def sample_ids(self, samples: list[tuple[int, int]]) -> list[int]:
         return [int(self.examples.sample_ids[i]) for i, _ in samples]
@@ -71,14 +72,14 @@ class TrainingData:
             fill = self.layout.lengths(*self.examples.lengths(i))[0] - len(response)
             yield np.pad(response, (0, fill), constant_values=self.layout.eos_id)
 
-    def holdout_batches(self, size: int) -> Iterator[d.Batch]:
+    def holdout_batches(self, size: int) -> Iterator[Batch]:
         for start in range(0, len(self.holdout_index), size):
             yield self.pack([(int(i), 0) for i in self.holdout_index[start : start + size]])
 
 
-def layout_of(config: c.Config, family: Family) -> d.CanvasLayout:
+def layout_of(config: c.Config, family: Family) -> CanvasLayout:
     """What comes after a response of a run `config` on a model `family`."""
-    return d.CanvasLayout(
+    return CanvasLayout(
         canvas=config.dataset.canvas,
         block_size=config.block_size,
         gen_length=config.gen_length,
@@ -97,7 +98,7 @@ def held_out(config: c.Config, family: Family) -> HeldOut:
 
 def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
     """Tokenize, report what was dropped, check lengths against the model, hold some out."""
-    options = d.DataOptions(
+    options = DataOptions(
         template=config.dataset.template,
         max_length=config.max_length,
         gen_length=config.gen_length,
@@ -109,7 +110,7 @@ def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
     source, largest = config.data, wordproblems.largest_operand(config.data)
     if largest is not None:
         source = wordproblems.generate(GENERATED, FIXED_SEED, largest=largest)
-    examples = d.load_set(source, tokenizer, options, config.dataset.cache_dir)
+    examples = load_set(source, tokenizer, options, config.dataset.cache_dir)
     print(examples.summary())
     if config.dataset.limit is not None:
         examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
@@ -125,17 +126,17 @@ def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
             f"--dataset.holdout {config.dataset.holdout} leaves nothing of {len(examples)} "
             "examples to train on"
         )
-    split = d.split_holdout(len(examples), config.dataset.holdout, FIXED_SEED)
+    split = split_holdout(len(examples), config.dataset.holdout, FIXED_SEED)
     each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
     return TrainingData(examples, *split, layout, each)
 
 
-def every_block(examples: d.TokenizedSet, index: np.ndarray, layout: d.CanvasLayout) -> np.ndarray:
+def every_block(examples: TokenizedSet, index: np.ndarray, layout: CanvasLayout) -> np.ndarray:
     """Rows (example, block, blocks of the example) of one traversal of the examples at `index`."""
     rows = []
     for i in index.tolist():
         prompt, response = examples.lengths(i)
         filled, _ = layout.lengths(prompt, response)
-        blocks = BlockGrid(layout.block_size, layout.block_origin).num_blocks(prompt, filled)
+        blocks = layout.grid.num_blocks(prompt, filled)
         rows += [(i, block, blocks) for block in range(blocks)]
     return np.array(rows)

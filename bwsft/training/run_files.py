@@ -16,16 +16,16 @@ from bwsft import config as c
 from bwsft.checkpoints.folders import (
     newest_complete,
     prune,
-    read_state,
     save_checkpoint,
     save_model,
     step_of,
     versions,
 )
-from bwsft.checkpoints.resolve import device_name
+from bwsft.checkpoints.optimizer_state import moments
+from bwsft.checkpoints.state import read_state
 from bwsft.training.distributed import World
-from bwsft.training.optim import moments
 from bwsft.training.trackers import Logs
+from bwsft.utils.devices import device_name
 from bwsft.utils.files import folder_atomic, write_atomic
 from bwsft.utils.strict_json import read_text
 

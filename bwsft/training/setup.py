@@ -12,24 +12,15 @@ from pathlib import Path
 import torch
 
 from bwsft import config as c
-from bwsft.checkpoints.folders import (
-    load_adapter_weights,
-    load_optimizer,
-    read_state,
-    save_model,
-    step_of,
-)
-from bwsft.checkpoints.resolve import (
-    ModelPlan,
-    own_memory,
-    pick_device,
-    plan_model,
-    plan_tokenizer,
-)
-from bwsft.data import dataset as d
-from bwsft.models.backbone import Backbone
+from bwsft.checkpoints.folders import save_model, step_of
+from bwsft.checkpoints.optimizer_state import load_optimizer
+from bwsft.checkpoints.resolve import ModelPlan, own_memory, plan_model, plan_tokenizer
+from bwsft.checkpoints.state import read_state
+from bwsft.data.chat_template import Template
+from bwsft.data.tokenizer import load_tokenizer, merged_end_ids
+from bwsft.models.backbone import Backbone, trainable
 from bwsft.models.loading import load_backbone
-from bwsft.models.lora import add_lora
+from bwsft.models.lora import add_lora, load_adapter_weights
 from bwsft.objectives.base import Objective
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.classical import Classical
@@ -41,12 +32,13 @@ from bwsft.training.context_modes import make_mode
 from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
 from bwsft.training.metrics import column, plot_run, read_log
-from bwsft.training.optim import make_optimizer, trainable
+from bwsft.training.optim import make_optimizer
 from bwsft.training.run_data import held_out, plan_data
 from bwsft.training.run_files import RunFiles, open_shared
 from bwsft.training.signals import signals
 from bwsft.training.trackers import Logs, check_installed
 from bwsft.training.trainer import Run, loop
+from bwsft.utils.devices import pick_device
 from bwsft.utils.files import folder_atomic, lock_folder, write_atomic
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -119,12 +111,11 @@ def setup(
 ) -> Run:
     """Check everything and build it; only then write config.json, and print what will run."""
     world = world or World()
-    tokenizer = d.load_tokenizer(plan_tokenizer(config))
-    end_ids = d.Template(tokenizer, config.dataset.template).end_ids
+    tokenizer = load_tokenizer(plan_tokenizer(config))
+    template = Template(tokenizer, config.dataset.template)
     plan = plan_model(config, tokenizer, folder)
-    family = dataclasses.replace(
-        plan.family, end_ids=tuple(dict.fromkeys((*end_ids, *plan.family.end_ids)))
-    )
+    end_ids = merged_end_ids(template.end_ids, plan.family.end_ids)
+    family = dataclasses.replace(plan.family, end_ids=end_ids)
     if config.context == "block_causal" and family.logit_shift:
         raise ValueError(
             "--context block_causal: this model predicts a token from the row before it, which "

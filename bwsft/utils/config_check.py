@@ -1,4 +1,4 @@
-"""JSON values into dataclasses, each value checked against its field's annotation."""
+"""Builds dataclasses from JSON values, each checked against its field's annotation."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def build(cls: type[T], values: Any, where: str, path: str = "") -> T:
         if name not in values and default == (dataclasses.MISSING,) * 2:
             raise ValueError(f"{where}: field {path}{name} is missing")
     hints = typing.get_type_hints(cls)
-    return cls(
-        **{k: convert(hints[k], value, where, f"{path}{k}") for k, value in values.items()}
-    )
+    return cls(**{k: convert(hints[k], value, where, f"{path}{k}") for k, value in values.items()})
 
 
 def convert(hint: Any, value: Any, where: str, path: str) -> Any:

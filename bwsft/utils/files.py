@@ -1,4 +1,4 @@
-"""Writing files and folders so that a reader never sees half of one, nor a second writer."""
+"""Writes files and folders so that a reader never sees half of one, nor a second writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON files read so that whatever stands in them ends in a value or in one clear sentence."""
+"""Reads JSON so that any content ends in a value or in one clear sentence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_text(path: Path | str) -> str:
     """The text of a file. FileNotFoundError if there is none; ValueError for what is no regular
-    file (reading a pipe would wait for ever) or not UTF-8; OSError if it can't be read."""
+    file (reading a pipe would wait forever) or not UTF-8; OSError if it can't be read."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")
@@ -63,7 +63,7 @@ def read_text(path: Path | str) -> str:
 
 def check_regular(folder: Path) -> None:
     """ValueError if the folder of a model or tokenizer holds a pipe, device or folder by the name
-    of a file that a library would open: reading a pipe waits for ever."""
+    of a file that a library would open: reading a pipe waits forever."""
     for pattern in ("*.json", "*.jinja", "*.safetensors"):
         for path in folder.glob(pattern):
             if path.exists() and not path.is_file():

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from bwsft import config as c
 from bwsft.checkpoints import folders as k
-from bwsft.checkpoints.resolve import load_trained
+from bwsft.checkpoints.optimizer_state import load_optimizer
+from bwsft.checkpoints.resolve import load_trained, locate
+from bwsft.checkpoints.state import read_state
 from bwsft.models.loading import load_backbone
+from bwsft.models.lora import ADAPTER, load_adapter_weights
 from bwsft.training import trainer as t
 from bwsft.utils import files
 
@@ -28,9 +31,9 @@ def saved(tiny, make_run):
         run = make_run(tiny(**changes))
         for index in range(2):
             t.train_step(run, index)
-        state = {"config": json.loads(c.to_json(run.config)), "data": "d", "base": run.base}
+        state = {"config": json.loads(c.to_json(run.config)), "data": "d", "base": run.files.base}
         path = k.save_checkpoint(
-            run.folder, step, run.backbone, run.tokenizer, run.optimizer, state
+            run.folder, step, run.backbone, run.files.tokenizer, run.optimizer, state
         )
         return run, path
 
@@ -88,7 +91,7 @@ def test_a_checkpoint_holds_the_documented_files(saved, capfd):
     run, adapter = saved(lora=LORA, out=f"{full.parent.parent}-lora")
     assert set(os.listdir(adapter)) == common | {"adapter_config.json", "adapter_model.safetensors"}
     assert k.problems(full) is None and k.problems(adapter) is None
-    state = k.read_state(adapter)
+    state = read_state(adapter)
     assert state["step"] == 2 and state["base"] == str(run.folder / "base")
     assert c.from_json(json.dumps(state["config"])) == run.config
     assert state["family"]["end_ids"] == [258, 256] and state["versions"]["torch"]
@@ -111,8 +114,8 @@ def test_every_bit_of_an_adapter_comes_back(saved, make_run):
     run, path = saved(lora=LORA)
     again = make_run(dataclasses.replace(run.config, out=f"{run.folder}-again"))
     assert not same_weights(run, again)
-    k.load_adapter_weights(path, again.backbone)
-    k.load_optimizer(path, again.backbone, again.optimizer)
+    load_adapter_weights(path, again.backbone)
+    load_optimizer(path, again.backbone, again.optimizer)
     assert same_weights(run, again)
     assert t.train_step(run, 2) == t.train_step(again, 2)  # dropout, moments, gradient
     assert same_weights(run, again)
@@ -120,7 +123,7 @@ def test_every_bit_of_an_adapter_comes_back(saved, make_run):
 
 def test_a_missing_base_is_named_as_the_adapters(saved):
     _, path = saved(lora=LORA)
-    state = k.read_state(path)
+    state = read_state(path)
     (path / "state.json").write_text(json.dumps({**state, "base": "/gone/base"}))
     shutil.rmtree(path.parent.parent / "base", ignore_errors=True)
     (path / k.MANIFEST).unlink()  # its checksums are those of the true state
@@ -150,8 +153,8 @@ def test_tied_heads_train_save_and_load(model_folder, tiny, make_run, tokenizer_
     before = head.detach().clone()
     t.train_step(run, 0)
     assert torch.equal(head, before) == bool(lora.rank)
-    state = {"config": json.loads(c.to_json(run.config)), "data": "d", "base": run.base}
-    k.save_checkpoint(run.folder, 1, run.backbone, run.tokenizer, run.optimizer, state)
+    state = {"config": json.loads(c.to_json(run.config)), "data": "d", "base": run.files.base}
+    k.save_checkpoint(run.folder, 1, run.backbone, run.files.tokenizer, run.optimizer, state)
     trained = load_trained(str(run.folder), device="cpu")
     assert torch.equal(trained.backbone.head()[0], head)
     assert_same_function(run, trained)
@@ -175,7 +178,8 @@ def test_a_full_disk_leaves_the_old_checkpoints_alone(saved, monkeypatch, snapsh
     for step in (2, 3):
         message = f"step-{step} could not be written.*No space.*--resume {run.folder}"
         with pytest.raises(OSError, match=message):
-            k.save_checkpoint(run.folder, step, run.backbone, run.tokenizer, run.optimizer, {})
+            model = run.backbone, run.files.tokenizer, run.optimizer
+            k.save_checkpoint(run.folder, step, *model, {})
         assert snapshot(run.folder) == before
     assert os.listdir(run.folder / "checkpoints") == ["step-2"]
 
@@ -184,7 +188,7 @@ def test_a_torn_folder_is_replaced(saved):
     run, path = saved()
     (path / "state.json").write_text("torn")
     (path / "stray").write_text("x")
-    again = k.save_checkpoint(run.folder, 2, run.backbone, run.tokenizer, run.optimizer, {})
+    again = k.save_checkpoint(run.folder, 2, run.backbone, run.files.tokenizer, run.optimizer, {})
     assert again == path and k.problems(path) is None and not (path / "stray").exists()
 
 
@@ -227,19 +231,19 @@ def test_damage_is_found_and_named(saved, damage):
     act(torn / name)
     assert word in k.problems(torn)
     assert k.newest_complete(run.folder) == (whole, [k.problems(torn)])
-    assert k.locate(str(run.folder))[0] == str(whole)
+    assert locate(str(run.folder))[0] == str(whole)
     if damage != "no manifest":
         with pytest.raises(ValueError, match=f"step-10 is not a whole checkpoint: .*{word}"):
-            k.locate(str(torn))
+            locate(str(torn))
 
 
 def test_the_optimizer_may_be_left_out_for_decoding(saved):
     run, path = saved()
     (path / "optimizer.safetensors").unlink()
     assert "is missing" in k.problems(path)
-    assert k.locate(str(path))[1]["step"] == 2
+    assert locate(str(path))[1]["step"] == 2
     with pytest.raises(ValueError, match="holds no complete checkpoint: .*optimizer"):
-        k.locate(str(run.folder))
+        locate(str(run.folder))
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
@@ -265,7 +269,7 @@ def test_state_of_something_else_is_refused(tmp_path):
     for content in ("{", "[]", '{"step": 1}'):
         (tmp_path / "state.json").write_text(content)
         with pytest.raises(ValueError, match="is not a bwsft checkpoint state"):
-            k.read_state(tmp_path)
+            read_state(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -278,13 +282,13 @@ def test_state_of_something_else_is_refused(tmp_path):
 )
 def test_an_adapter_that_does_not_fit_is_refused(saved, edit, message):
     run, path = saved(lora=LORA)
-    tensors = load_file(path / k.ADAPTER)
+    tensors = load_file(path / ADAPTER)
     name = next(n for n in tensors if "blocks.1.k_proj.lora_A" in n)
     edit(tensors, name)
-    save_file(tensors, path / k.ADAPTER)
+    save_file(tensors, path / ADAPTER)
     with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
         warnings.simplefilter("error")
-        k.load_adapter_weights(path, run.backbone)
-    (path / k.ADAPTER).write_bytes(b"short")
-    with pytest.raises(ValueError, match="cannot be read"):
-        k.load_adapter_weights(path, run.backbone)
+        load_adapter_weights(path, run.backbone)
+    (path / ADAPTER).write_bytes(b"short")
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        load_adapter_weights(path, run.backbone)

@@ -68,7 +68,7 @@ def test_parts_of_a_stored_tensor_are_the_whole(tmp_path, monkeypatch, chunk, wi
 
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "f").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
-    with pytest.raises(ValueError, match="f cannot be read .*: copy it again"):
+    with pytest.raises(ValueError, match="f is damaged or cut short .*: copy it again"):
         list(read_rows(tmp_path / "f", "w"))
     with pytest.raises(ValueError, match="missing cannot be read"):
         read_tensor(tmp_path / "missing", "w")

@@ -15,7 +15,7 @@ from rich.console import Console
 from bwsft.cli import main
 from bwsft.commands import chat
 from bwsft.commands.chat import ChatOptions, Conversation, Picture, Terminal, talk, whole_lines
-from bwsft.data.chat_template import load_tokenizer
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Commit

@@ -40,7 +40,7 @@ def test_problems_are_solved_in_the_trained_mode(monkeypatch, state, context):
             return [[0], [1], [2]]
 
     monkeypatch.setattr(demo, "decode_stream", stream)
-    monkeypatch.setattr(demo.d, "Template", Template)
+    monkeypatch.setattr(demo, "Template", Template)
     solved, generations = demo.solve(Trained(None, Words(), state, ""), problems, debug(), "x")
     assert solved == [False, True, False] and generations[1].tokens == [7]
 

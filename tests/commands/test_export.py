@@ -18,8 +18,8 @@ from bwsft.checkpoints.resolve import load_trained
 from bwsft.checkpoints.shards import read_rows
 from bwsft.commands import export
 from bwsft.commands.export import ExportOptions, run_export
-from bwsft.data.chat_template import load_tokenizer
-from bwsft.models.llada import LladaConfig
+from bwsft.data.tokenizer import load_tokenizer
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone
 from bwsft.models.lora import add_lora
 from bwsft.training.optim import make_optimizer

@@ -19,7 +19,7 @@ from bwsft import presets
 from bwsft.checkpoints.folders import save_checkpoint
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands.export import ExportOptions, run_export
-from bwsft.data.chat_template import load_tokenizer
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.loading import load_backbone
 from bwsft.models.lora import add_lora
 from bwsft.training.optim import make_optimizer

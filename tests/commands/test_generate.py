@@ -15,14 +15,15 @@ from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
 from bwsft.commands import generate as infer
 from bwsft.commands.generate import GenerateOptions, run_generate
-from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.data.chat_template import Template
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding import pipeline as decoder
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder
 from bwsft.decoding.result import Generation
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.verifier import load_verifier
 from bwsft.training.optim import make_optimizer

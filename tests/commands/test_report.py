@@ -15,7 +15,8 @@ from bwsft.checkpoints.folders import newest_complete, versions
 from bwsft.checkpoints.resolve import load_trained, plan_model
 from bwsft.cli import main
 from bwsft.commands.report.page import MOST_POINTS, curves, page
-from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.data.chat_template import Template
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.training.metrics import running_mean

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bwsft.data.chat_template import METAMATH, Template, load_tokenizer, tokenizer_digest
+from bwsft.data.chat_template import METAMATH, Template
 from bwsft.data.records import Record
-from bwsft.data.tokenizer import mask_id_for
+from bwsft.data.tokenizer import load_tokenizer, mask_id_for, tokenizer_digest
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
 needs_data = pytest.mark.skipif(not DATA, reason="BWSFT_DATA_DIR is not set")
@@ -42,7 +42,7 @@ def llada():
 
 def encode(template, *messages, response="r"):
     record = Record(tuple(messages), response)
-    return template.tokenise([template.prepare(record)])[0]
+    return template.tokenize([template.prepare(record)])[0]
 
 
 def test_llada_like_layout(llada):
@@ -94,10 +94,10 @@ def test_special_strings_in_text_stay_text(llada, name):
     prompt, response = encode(template, ("user", nasty), response=nasty)
     assert [i for i in prompt if i >= 256] == [i for i in clean if i >= 256]
     assert [i for i in response if i >= 256] == [i for i in clean_response if i >= 256]
-    assert llada.decode(prompt) == template.prompt_text((("user", nasty),))
-    assert nasty in llada.decode(prompt)
+    before, after = llada.decode(clean).split("x")
+    assert llada.decode(prompt) == before + nasty + after
     assert llada.decode(response[:-1]) == nasty
-    # The switch is per call: nothing of it may stay behind in the tokenizer.
+    # The switch is per call: nothing of it may stay in the tokenizer.
     assert llada("<|eot|>", add_special_tokens=False)["input_ids"] == [260]
 
 
@@ -249,7 +249,7 @@ def test_same_ids_as_apply_chat_template(which):
         )
         prompt, response = encode(template, ("user", query), response="x")
         assert prompt == expected
-        text = template.prompt_text((("user", query),))
+        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(prompt, clean_up_tokenization_spaces=False) == text
         whole = [message, {"role": "assistant", "content": "x"}]
         after = tokenizer.apply_chat_template(whole, tokenize=False)

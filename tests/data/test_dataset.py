@@ -1,4 +1,4 @@
-"""Tokenised sets: what is kept, dropped and refused, and the cache on disk."""
+"""Tokenized sets: what is kept, dropped and refused, and the cache on disk."""
 
 import copy
 import json
@@ -9,7 +9,8 @@ import pytest
 
 from bwsft.data import dataset as data
 from bwsft.data import token_cache
-from bwsft.data.dataset import CanvasLayout, DataOptions, load_set, pack
+from bwsft.data.dataset import DataOptions, load_set
+from bwsft.data.packing import CanvasLayout, pack
 
 EOS = 256
 PLAIN = DataOptions(template="none", max_length=20, gen_length=8)
@@ -167,7 +168,7 @@ def tokens_of(kept):
 
 def test_cache_is_used_and_mapped(tokenizer, source, tmp_path, monkeypatch):
     first = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-    monkeypatch.setattr(data, "_tokenise", None)  # any further tokenising fails
+    monkeypatch.setattr(data, "_tokenize", None)  # any further tokenizing fails
     second = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
     assert isinstance(second.tokens, np.memmap) and not second.tokens.flags.writeable
     assert tokens_of(first) == tokens_of(second)
@@ -187,12 +188,12 @@ def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypat
         return len(list((tmp_path / "cache").iterdir()))
 
     first = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-    twin = tmp_path / "twin.jsonl"
-    twin.write_bytes(source.read_bytes())
-    assert load_set(twin, tokenizer, PLAIN, tmp_path / "cache").fingerprint == first.fingerprint
+    copied = tmp_path / "copied.jsonl"
+    copied.write_bytes(source.read_bytes())
+    assert load_set(copied, tokenizer, PLAIN, tmp_path / "cache").fingerprint == first.fingerprint
     assert entries() == 1
-    twin.write_bytes(source.read_bytes().replace(b"r29", b"r28"))
-    assert load_set(twin, tokenizer, PLAIN, tmp_path / "cache").fingerprint != first.fingerprint
+    copied.write_bytes(source.read_bytes().replace(b"r29", b"r28"))
+    assert load_set(copied, tokenizer, PLAIN, tmp_path / "cache").fingerprint != first.fingerprint
     assert entries() == 2
     other = DataOptions(template="metamath", max_length=300)
     assert load_set(source, tokenizer, other, tmp_path / "cache").fingerprint != first.fingerprint
@@ -206,11 +207,13 @@ def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypat
     assert other.fingerprint != first.fingerprint
     assert other.prompt(1).tolist() == [257]
     assert entries() == 6
-    edited = tmp_path / "templates.py"
-    edited.write_text(Path(data.templates.__file__).read_text() + "# edited\n")
-    monkeypatch.setattr(data.templates, "__file__", str(edited))
-    load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-    assert entries() == 7
+    modules = (data.chat_template, data.records, data.tokenizer_module, data.strict_json, data)
+    for count, module in enumerate(modules, start=7):
+        edited = tmp_path / f"{count}.py"
+        edited.write_text(Path(module.__file__).read_text() + "# edited\n")
+        monkeypatch.setattr(module, "__file__", str(edited))
+        load_set(source, tokenizer, PLAIN, tmp_path / "cache")
+        assert entries() == count
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "garbage", "empty", "header"])

@@ -6,15 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bwsft.data.dataset import (
-    CanvasLayout,
-    DataOptions,
-    load_set,
-    load_tokenizer,
-    order,
-    pack,
-    slots,
-)
+from bwsft.data.dataset import DataOptions, load_set
+from bwsft.data.packing import CanvasLayout, order, pack, samples
+from bwsft.data.tokenizer import load_tokenizer
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
 pytestmark = pytest.mark.skipif(not DATA, reason="BWSFT_DATA_DIR is not set")
@@ -38,7 +32,7 @@ def test_real_records(tmp_path):
         assert prompt.endswith("step by step.<|im_end|>\n<|im_start|>assistant\n")
         assert response == row["response"] + "<|im_end|>"
     layout = CanvasLayout(mask_id=len(tokenizer), eos_id=2, gen_length=256, max_length=512)
-    batch = pack([kept.example(i, v) for i, v in slots(3, 16, len(kept), seed=42)], layout)
+    batch = pack([kept.example(i, v) for i, v in samples(3, 16, len(kept), seed=42)], layout)
     assert (batch.response_lengths % 32 == 0).all()
     chosen = order(len(kept), 0, 42)[48:64]
     assert batch.sample_ids.tolist() == kept.sample_ids[chosen].tolist()

@@ -1,4 +1,4 @@
-"""Hostile files for every reader of data and of a run's files: each is read, or refused in one
+"""Hostile files forevery reader of data and of a run's files: each is read, or refused in one
 sentence that names the file. (Models and tokenizers: test_fuzz_models.py.)"""
 
 import dataclasses
@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints import folders as k
-from bwsft.checkpoints.facts import read_adapter_config
+from bwsft.checkpoints.state import read_state
 from bwsft.commands.result_file import ResultFile
 from bwsft.data import token_cache
-from bwsft.data.dataset import load_set, load_tokenizer
+from bwsft.data.dataset import load_set
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.evaluation.answer_files import read_outputs, read_references
+from bwsft.models.lora import read_adapter_config
 from bwsft.training.metrics import JsonLog, plot_run
 from bwsft.utils.strict_json import read_object, read_text
 
@@ -88,7 +90,7 @@ READERS = {
                       lambda p: ResultFile(p, "0" * 12, ["a", "c"])),
     "metrics.jsonl": (lines(*METRICS), open_log),
     "config.json": (json.dumps(CONFIG).encode(), lambda p: c.from_json(read_text(p))),
-    "state.json": (json.dumps(STATE).encode(), lambda p: k.read_state(p.parent)),
+    "state.json": (json.dumps(STATE).encode(), lambda p: read_state(p.parent)),
     "manifest.json": (b'{"state.json": {"bytes": 0, "sha256": "0"}}', read_manifest),
     "adapter_config.json": (json.dumps(ADAPTER).encode(),
                             lambda p: read_adapter_config(p.parent)),
@@ -294,7 +296,7 @@ def test_a_log_that_cannot_be_drawn(tmp_path, value):
 ODD = {"folder": os.mkdir, "pipe": os.mkfifo, "dangling link": lambda p: os.symlink("nowhere", p)}
 
 
-@pytest.mark.timeout(60)  # reading a pipe would wait for ever
+@pytest.mark.timeout(60)  # reading a pipe would wait forever
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_file(tmp_path, tokenizer, name, kind):

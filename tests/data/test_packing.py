@@ -5,7 +5,7 @@ import pytest
 import torch
 from bwsft_kernels.philox import Stream, philox4x32
 
-from bwsft.data.packing import CanvasLayout, Example, order, pack, slots, split_holdout
+from bwsft.data.packing import CanvasLayout, Example, order, pack, samples, split_holdout
 
 M, E = 99, 7  # [MASK], EOS
 
@@ -68,7 +68,7 @@ def test_padded_canvas_shows_its_pads():
         ({"canvas": "tight"}, "unknown canvas 'tight'; known are fixed"),
         ({"block_size": 3}, "block_size 3 doesn't divide gen_length 8"),
         ({"block_size": 0}, "at least 1"),
-        ({"block_origin": "left"}, "block_origin is 'left'"),
+        ({"block_origin": "left"}, "block_origin must be one of .*, not 'left'"),
     ],
 )
 def test_layout_complaints(options, complaint):
@@ -121,18 +121,18 @@ def test_order_sorts_philox_words():
     assert order(50, epoch, seed).tolist() == sorted(range(50), key=lambda i: (words[i], i))
 
 
-def test_slots_run_through_epochs_without_a_gap():
-    stream = [slot for step in range(5) for slot in slots(step, 4, 10, seed=1)]
+def test_samples_run_through_epochs_without_a_gap():
+    stream = [sample for step in range(5) for slot in samples(step, 4, 10, seed=1)]
     assert stream[:10] == [(int(i), 0) for i in order(10, 0, 1)]
     assert stream[10:] == [(int(i), 1) for i in order(10, 1, 1)]
 
 
 def test_a_set_smaller_than_the_batch_comes_round():
-    batch = slots(1, 7, 3, seed=1)  # slots 7 to 13 of epochs of 3
+    batch = samples(1, 7, 3, seed=1)  # samples 7 to 13 of epochs of 3
     assert [visit for _, visit in batch] == [2, 2, 3, 3, 3, 4, 4]
     assert sorted(index for index, visit in batch if visit == 3) == [0, 1, 2]
     with pytest.raises(ValueError, match="no examples"):
-        slots(0, 4, 0, seed=1)
+        samples(0, 4, 0, seed=1)
 
 
 def test_split_holdout():

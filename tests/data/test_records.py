@@ -1,4 +1,4 @@
-"""Reading sources and normalising records: every shape, every complaint."""
+"""Reading sources and normalizing records: every shape, every complaint."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bwsft.data.records import Record, normalise, open_source
+from bwsft.data.records import Record, normalize, open_source
 
 PAIR = {"query": "1+1?", "response": "2"}
 
@@ -30,21 +30,21 @@ PAIR = {"query": "1+1?", "response": "2"}
     ],
 )
 def test_shapes(raw):
-    record = normalise(raw)
+    record = normalize(raw)
     assert (record.messages, record.response) == ((("user", "1+1?"),), "2")
 
 
 def test_the_type_field():
-    assert normalise(PAIR | {"type": "GSM_Rephrased"}).kind == "GSM_Rephrased"
-    assert normalise(PAIR | {"type": None}).kind == normalise(PAIR).kind == ""
+    assert normalize(PAIR | {"type": "GSM_Rephrased"}).kind == "GSM_Rephrased"
+    assert normalize(PAIR | {"type": None}).kind == normalize(PAIR).kind == ""
     turns = chat(("user", "a"), ("assistant", "b"))
-    assert normalise(turns | {"type": "MATH"}).kind == "MATH"
+    assert normalize(turns | {"type": "MATH"}).kind == "MATH"
 
 
 def test_chat_keeps_earlier_turns():
     roles = ["system", "user", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
-    record = normalise({"messages": messages})
+    record = normalize({"messages": messages})
     assert record.messages == tuple((role, f"text {i}") for i, role in enumerate(roles[:-1]))
     assert record.response == "text 4"
 
@@ -88,7 +88,7 @@ def chat(*turns):
 )
 def test_malformed(raw, complaint):
     with pytest.raises(ValueError, match=complaint):
-        normalise(raw)
+        normalize(raw)
 
 
 def test_jsonl_places_and_blank_lines(tmp_path):
@@ -97,10 +97,10 @@ def test_jsonl_places_and_blank_lines(tmp_path):
     source = open_source(path)
     assert [place for place, _ in source.rows()] == [f"{path}, line {n}" for n in (1, 4, 5)]
     first, cut, last = (raw for _, raw in source.rows())
-    assert normalise(first) == Record((("user", "a"),), "b")
+    assert normalize(first) == Record((("user", "a"),), "b")
     assert last == b"null"
     with pytest.raises(ValueError, match="not valid JSON"):
-        normalise(cut)
+        normalize(cut)
 
 
 def test_digest_follows_content(tmp_path):
@@ -141,7 +141,7 @@ def table_cache(tmp_path, monkeypatch):
 
 def read(path):
     return [
-        (place.removeprefix(f"{path}, "), normalise(raw)) for place, raw in open_source(path).rows()
+        (place.removeprefix(f"{path}, "), normalize(raw)) for place, raw in open_source(path).rows()
     ]
 
 
@@ -149,9 +149,9 @@ def test_json_array(tmp_path, table_cache):
     path = tmp_path / "a.json"
     path.write_text(json.dumps([PAIR, {"query": "b", "response": None}], indent=1))
     rows = list(open_source(path).rows())
-    assert normalise(rows[0][1]) == Record((("user", "1+1?"),), "2")
+    assert normalize(rows[0][1]) == Record((("user", "1+1?"),), "2")
     with pytest.raises(ValueError, match="the response is missing"):
-        normalise(rows[1][1])
+        normalize(rows[1][1])
     path.write_text(json.dumps([PAIR, PAIR])[:-5])
     with pytest.raises(ValueError, match="can't read .*a.json"):
         list(open_source(path).rows())
@@ -198,10 +198,10 @@ def test_hub_id(monkeypatch):
         return datasets.Dataset.from_list([PAIR])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = open_source("openai/gsm8k", split="test", subset="main")
-    assert calls == [(("openai/gsm8k",), {"name": "main", "split": "test"})]
+    source = open_source("openai/gsm8k")
+    assert calls == [(("openai/gsm8k",), {"split": "train"})]
     for _ in range(2):
-        assert [place for place, _ in source.rows()] == ["openai/gsm8k (test), record 1"]
+        assert [place for place, _ in source.rows()] == ["openai/gsm8k (train), record 1"]
     with pytest.raises(ValueError, match=r"no/such \(no such file, so taken.*: unreachable$"):
         open_source("no/such")
 

@@ -28,16 +28,10 @@ from transformers import (
 from bwsft import config as c
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
-from bwsft.data import dataset as d
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.dream_sdar import SdarConfig
-from bwsft.models.loading import (
-    Facts,
-    as_backbone,
-    load_backbone,
-    new_backbone,
-    read_family,
-    set_mask,
-)
+from bwsft.models.families import Facts
+from bwsft.models.loading import as_backbone, load_backbone, new_backbone, read_family, set_mask
 from bwsft.training import trainer as t
 from bwsft.training.hf_trainer import BlockwiseTrainer, load_examples
 
@@ -122,7 +116,7 @@ def test_the_command_line_trains_decodes_and_exports(decoder, data_file, tmp_pat
 
 def test_a_random_model_takes_the_named_token_too(decoder, tiny, make_run):
     run = make_run(tiny(tokenizer=str(decoder), mask_token="<|mask|>"))
-    assert run.backbone.family.mask_id == 258 == run.tokenizer.mask_token_id
+    assert run.backbone.family.mask_id == 258 == run.files.tokenizer.mask_token_id
     with pytest.raises(ValueError, match="--logit-shift 1: in this model it is 0"):
         make_run(tiny(tokenizer=str(decoder), mask_token="<|mask|>", logit_shift=1))
 
@@ -163,7 +157,7 @@ def test_a_model_of_transformers_becomes_a_backbone(decoder):
     model = Qwen2ForCausalLM.from_pretrained(decoder)
     with pytest.raises(ValueError, match="the model has no .MASK.: .*--mask-token"):
         as_backbone(model)
-    words = d.load_tokenizer(decoder)
+    words = load_tokenizer(decoder)
     set_mask(model, words, "<|mask|>", 1)
     backbone = as_backbone(model)
     assert backbone.model is model and words.mask_token_id == backbone.family.mask_id == 258
@@ -178,7 +172,7 @@ def test_a_loaded_encoder_takes_its_tokenizers_mask(tokenizer_folder):
     model = BertForMaskedLM(BertConfig(vocab_size=320, **SHAPE))
     with pytest.raises(ValueError, match=r"no .MASK.: take the tokenizer's with .*set_mask\("):
         as_backbone(model)
-    words = d.load_tokenizer(tokenizer_folder)
+    words = load_tokenizer(tokenizer_folder)
     words.eos_token, words.sep_token = None, words.eos_token  # as AutoTokenizer loads BERT's
     with pytest.raises(ValueError, match="logit_shift is 0 in a model of type bert, not 1"):
         set_mask(model, words, words.mask_token, 1)
@@ -211,7 +205,7 @@ def test_the_trainer_of_transformers_takes_other_families(
         def on_log(self, args, state, control, logs=None, **_):
             losses.extend([logs["loss"]] if "loss" in logs else [])
 
-    model, words = auto.from_pretrained(folder), d.load_tokenizer(folder)
+    model, words = auto.from_pretrained(folder), load_tokenizer(folder)
     train, _ = load_examples(config, words, model)
     arguments = TrainingArguments(
         str(tmp_path / "hf"), max_steps=3, per_device_train_batch_size=4, learning_rate=3e-3,

@@ -213,18 +213,18 @@ def test_only_new_positions_are_computed(monkeypatch):
     verifier reads from the newest token on, up to the last drafted one."""
     model, verifier = model_of(3), new_verifier(causal_lm(3))
     ran, read = [], []
-    active, causal = model.active_hidden_states, verifier.decoder._run
+    active, causal = model.active_hidden_states, verifier.decoder.run_layers
 
     def run_model(ids, span, *args):
         ran.append((int(span.start), int(span.start + span.length)))
         return active(ids, span, *args)
 
     def run_verifier(ids, positions, *args):
-        read.append((int(positions[0, 0]), int(positions[0, -1]) + 1))
+        read.append((int(positions[0]), int(positions[-1]) + 1))
         return causal(ids, positions, *args)
 
     monkeypatch.setattr(model, "active_hidden_states", run_model)
-    monkeypatch.setattr(verifier.decoder, "_run", run_verifier)
+    monkeypatch.setattr(verifier.decoder, "run_layers", run_verifier)
     config = DecodeConfig(
         20, 4, rule="apd", mixture=0.8, lookahead=6, kv_window=3, suffix=1, stop_at_end=False
     )

@@ -162,11 +162,11 @@ class Biased(torch.nn.Module):
         return self.weight, None
 
     def hidden_states(
-        self, ids, position_ids, cu_seqlens, cache=None, *, max_length, wanted, mask=None
+        self, ids, position_ids, cu_seqlens, context=None, *, max_length, wanted, mask=None
     ):
-        if cache is not None:
+        if context is not None:
             owner = torch.zeros_like(ids)
-            self.write(cache, cache.slots_of(owner, position_ids))
+            self.write(context, context.slots_of(owner, position_ids))
         return torch.ones(wanted.numel(), 1, dtype=torch.float64)
 
     def active_hidden_states(self, ids, span, cache, wanted=None):

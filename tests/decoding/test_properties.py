@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_decoding import MASK, MODES, bounds_of, history, model_of, prompts_of
 from tiny_modes import PLACE, held_out, mode_of
 
-from bwsft.data.dataset import CanvasLayout, Example, pack
+from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.decoding.canvas import Canvas, Row
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext

@@ -14,7 +14,7 @@ from bwsft.evaluation.likelihood import (
     masks_of,
     sampled_sets,
 )
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 
 MASK, EOS, VOCAB = 11, 1, 12

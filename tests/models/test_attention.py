@@ -9,37 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bwsft_kernels import torch_ops as plain
+from tiny_llada import LENGTHS, SMALL, backbone, packed
 
 from bwsft.models import attention
-from bwsft.models.llada import LladaBackbone, LladaConfig
 from bwsft.models.llada_layers import LladaRMSNorm
-from bwsft.models.loading import new_backbone
-
-SMALL = dict(
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    mlp_hidden_size=48,
-    vocab_size=50,
-    max_sequence_length=64,
-    mask_token_id=49,
-    eos_token_id=1,
-    pad_token_id=1,
-)
-LENGTHS = (5, 9, 1, 7)
-
-
-def backbone(dtype=torch.float64, seed=0, **changes) -> LladaBackbone:
-    return new_backbone(LladaConfig(**{**SMALL, **changes}), seed, dtype=dtype)
-
-
-def packed(lengths=LENGTHS, seed=0):
-    """Random ids [T], positions [T] counted from each sequence's start, boundaries [S + 1]."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, SMALL["vocab_size"], (sum(lengths),), generator=generator)
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    boundaries = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
-    return ids, positions, boundaries
 
 
 def layouts(b, ids, positions, boundaries):
@@ -162,7 +135,7 @@ def test_varlen_kernels_get_packed_rows(monkeypatch, max_length):
         told.append(args[-1])
         return loop_kernel(*args)
 
-    monkeypatch.setattr("bwsft.models.llada.varlen_kernel", lambda *a: kernel)
+    monkeypatch.setattr("bwsft.models.backbone.varlen_kernel", lambda *a: kernel)
     got = b.hidden_states(*packed(), max_length=max_length)
     assert told == [max_length or max(LENGTHS)] * SMALL["n_layers"]
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -12,6 +12,8 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_folders import SHAPE
+from tiny_modes import PLACE
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -31,19 +33,12 @@ from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
 from bwsft.models.dream_sdar import DreamConfig, SdarConfig
 from bwsft.models.families import model_class
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import read_family
-from bwsft.objectives.nelbo import masked_states
-from bwsft.training import trainer as t
-from bwsft.training.setup import setup
+from bwsft.training.setup import setup, train
 
 B = 4
 MODES = ("exact", "cached", "block_causal")
-# transformers' names; initializer_range makes random models that are sure of something.
-SHAPE = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=96, initializer_range=0.2,
-)  # fmt: skip
 GROUPED = {"num_key_value_heads": 2}
 # The byte-level tokenizers below: 256 EOS, 257 end of turn, 258 [MASK] (where it has one).
 IDS = {"eos_token_id": 256, "pad_token_id": 256}
@@ -186,7 +181,7 @@ class Plain:
             sees = torch.ones(len(ids), len(ids), dtype=torch.bool)
             return self.logits(ids, place, sees)[first:last]
         if mode == "cached":
-            # The canvas that was frozen, and behind it the active rows at the same positions, which
+            # The canvas that was frozen, and after it the active rows at the same positions, which
             # see themselves in the place of what they were.
             rows, size = torch.cat([entered, ids[first:last]]), len(ids)
             active = torch.arange(len(rows)) >= size
@@ -268,7 +263,9 @@ def plain_loss(plain, mode, batch, call, mask_id):
 def plain_score(plain, mode, batch, state, mask_id):
     """The held-out loss of a state: one block of every sequence is partly masked."""
     total, edges = 0.0, batch.cu_seqlens.tolist()
-    for s, (start, stop) in enumerate(zip(state.start.tolist(), state.stop.tolist(), strict=True)):
+    blocks = zip(state.block_start.tolist(), state.block_length.tolist(), strict=True)
+    for s, (start, length) in enumerate(blocks):
+        stop = start + length
         ids = state.noisy.ids[edges[s] : edges[s + 1]]
         entered = ids.clone()
         entered[start:stop] = mask_id
@@ -300,19 +297,20 @@ def test_train(name, mode, config_of, folders):
     run.backbone.set_gradient_checkpointing(name in ("qwen2", "sdar", "bert"))
     plain = plain_model(folders[name], run.backbone.family)
     batch = run.data.pack(run.data.samples(0, 4, config.seed))
-    for state in masked_states(batch, run.eval_spec, 2):
+    held_out = dataclasses.replace(run.held_out, count=2)
+    for state in held_out.draws(batch):
         with torch.no_grad():
-            score = float(run.mode.score(run, state))
-        expected = plain_score(plain, mode, batch, state, run.spec.mask_id)
+            score = float(run.mode.score(state))
+        expected = plain_score(plain, mode, batch, state, run.backbone.family.mask_id)
         assert score == pytest.approx(expected, rel=1e-5)
     losses = []
     for _ in range(6):
         calls = recorded(run.backbone)
-        (loss,) = run.mode.losses(run, batch)
+        (loss,) = run.mode.losses(batch, PLACE)
         del run.backbone.forward
         losses.append(loss.total.item())
         if len(losses) == 1:
-            expected = plain_loss(plain, mode, batch, calls[-1], run.spec.mask_id)
+            expected = plain_loss(plain, mode, batch, calls[-1], run.backbone.family.mask_id)
             # Some 30 float32 cross-entropies of two models in another order.
             assert losses[0] == pytest.approx(expected, rel=1e-5)
         run.optimizer.zero_grad()
@@ -331,8 +329,7 @@ def test_noisy_copies_need_no_positions_of_their_own(name, config_of):
 
     def loss(max_positions):
         run.backbone.family = dataclasses.replace(run.backbone.family, max_positions=max_positions)
-        run.backbone.base_model.config.max_sequence_length = max_positions  # LLaDA reads its config
-        (found,) = run.mode.losses(run, batch)
+        (found,) = run.mode.losses(batch, PLACE)
         return found.total.item()
 
     assert loss(needed) > 0
@@ -383,7 +380,7 @@ def test_sdars_block_size_is_its_training(config_of, folders, tmp_path, capsys):
         config = config_of("sdar", "block_causal", model=str(folder), steps=1,
                            lora=c.LoraConfig(rank=rank))  # fmt: skip
         with pytest.warns(UserWarning, match=f"made for blocks of 8, --block-size is {B}"):
-            t.train(config)
+            train(config)
         out = tmp_path / f"out{rank}"
         run_export(ExportOptions(model=config.out, out=out))
         assert Decoder.load(str(out), DecoderOptions()).config.block_size == B
@@ -449,7 +446,7 @@ def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
     and computes the same logits; a resumed run goes on exactly."""
     mode = start_of(name, "cached")
     config = config_of(name, mode, lora=WAYS[way])
-    assert t.train(config) == 0
+    assert train(config) == 0
     run = c.run_folder(config)
     newest = load_trained(str(run))
     assert newest.tokenizer.convert_tokens_to_ids(newest.tokenizer.mask_token) == 258
@@ -474,7 +471,7 @@ def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
 
     shutil.rmtree(run / "checkpoints" / "step-3")
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
-    assert t.train(dataclasses.replace(config, resume=str(run), out=None)) == 0
+    assert train(dataclasses.replace(config, resume=str(run), out=None)) == 0
     again = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
     assert again == losses and len(losses) == 3
     assert tokens_of(load_trained(str(run)), mode) == tokens_of(newest, mode)

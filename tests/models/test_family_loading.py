@@ -21,13 +21,9 @@ from transformers import (
 
 from bwsft import config as c
 from bwsft.models.dream_sdar import DreamConfig, DreamModel, SdarConfig, SDARForCausalLM
-from bwsft.models.llada import LladaConfig
-from bwsft.models.loading import (
-    Facts,
-    load_backbone,
-    new_backbone,
-    read_family,
-)
+from bwsft.models.families import Facts
+from bwsft.models.llada_config import LladaConfig
+from bwsft.models.loading import load_backbone, new_backbone, read_family
 from bwsft.models.lora import add_lora
 
 FACTS = Facts(mask_id=257, logit_shift=1)

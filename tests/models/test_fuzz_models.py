@@ -3,6 +3,7 @@ in them runs and no pattern in them hangs. (Data and run files: test_fuzz_reader
 
 import json
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -15,16 +16,16 @@ from safetensors.torch import load_file, save, save_file
 
 from bwsft import config as c
 from bwsft.cli import main
-from bwsft.data.chat_template import Template, load_tokenizer
+from bwsft.data.chat_template import Template
 from bwsft.data.records import Record
-from bwsft.models.llada import LladaConfig
+from bwsft.data.tokenizer import load_tokenizer
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
-from bwsft.models.lora import add_lora, load_adapter
+from bwsft.models.lora import ADAPTER, add_lora, load_adapter
 
 SHAPE = dict(d_model=16, n_layers=2, n_heads=2, mlp_hidden_size=24, max_sequence_length=64)
 IDS = dict(vocab_size=320, mask_token_id=257, eos_token_id=256, pad_token_id=256)
-WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safe"
-ADAPTER += "tensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIRD = ["5", True, None, 1.5, -1, 0, 10**9, 10**30, float("inf"), float("nan"), [1], {"a": 1}]
 PLACE = "model.transformer.blocks.0.q_proj"
 
@@ -77,12 +78,12 @@ def use_tokenizer(folder):
     words = load_tokenizer(folder)
     for name in ("chat", "none"):
         template = Template(words, name)
-        template.tokenise([template.prepare(Record((("user", "1+1"),), "2"))])
+        template.tokenize([template.prepare(Record((("user", "1+1"),), "2"))])
 
 
 LOAD = {
     "model": lambda folder: (read_family(folder), load_backbone(folder)),
-    "adapter": lambda folder, base=None: load_adapter(base or tiny(), folder, trainable=False),
+    "adapter": lambda folder, base=None: load_adapter(base or tiny(), folder),
     "tokenizer": use_tokenizer,
 }
 
@@ -117,7 +118,7 @@ def edited(content, **entry):
     return len(text).to_bytes(8, "little") + text + rest
 
 
-LIES = {
+FALSE = {
     "header longer than the file": lambda b: (len(b) * 2).to_bytes(8, "little") + b[8:],
     "header of 2^64 bytes": lambda b: b"\xff" * 8 + b[8:],
     "header of no bytes": lambda b: bytes(8) + b[8:],
@@ -141,11 +142,11 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("fault", FALSE)
 @pytest.mark.parametrize(("kind", "file"), [("model", WEIGHTS), ("adapter", ADAPTER)])
-def test_safetensors_that_lie(attempt, originals, kind, file, lie):
-    message = attempt(kind, {file: LIES[lie](originals[kind][file])})
-    assert (message is None) == (kind == "adapter" and lie == "whole numbers"), message
+def test_false_safetensors(attempt, originals, kind, file, fault):
+    message = attempt(kind, {file: FALSE[fault](originals[kind][file])})
+    assert (message is None) == (kind == "adapter" and fault == "whole numbers"), message
 
 
 @pytest.mark.parametrize(("kind", "file"), [("model", WEIGHTS), ("adapter", ADAPTER)])
@@ -215,7 +216,7 @@ def test_wrong_values_in_a_config(attempt, originals, every):
 
 @pytest.mark.parametrize("name", ["n_layers", "d_model", "vocab_size", "mlp_hidden_size"])
 def test_sizes_that_no_memory_holds(attempt, originals, name):
-    """Compared with what is stored before anything is built: a billion layers take for ever even
+    """Compared with what is stored before anything is built: a billion layers take forever even
     without their numbers."""
     good = json.loads(originals["model"]["config.json"])
     assert attempt("model", {"config.json": json.dumps(good | {name: 2**27})})
@@ -269,10 +270,7 @@ def adapter_config(originals, **changes):
 )
 def test_adapter_configs_against_their_tensors(attempt, originals, changes, word):
     message = attempt("adapter", {"adapter_config.json": adapter_config(originals, **changes)})
-    assert message is None if word is None else message
-    if word:
-        with pytest.raises(AssertionError, match=word):
-            raise AssertionError(message)
+    assert message is None if word is None else re.search(word, message)
 
 
 def renamed(old, new):
@@ -300,7 +298,7 @@ def test_adapters_of_another_model(originals, tmp_path, fault):
     tensors = {n: t.contiguous() for n, t in change(load_file(tmp_path / ADAPTER)).items()}
     save_file(tensors, tmp_path / ADAPTER)
     with pytest.raises(ValueError, match=word):
-        load_adapter(tiny(), tmp_path, trainable=False)
+        load_adapter(tiny(), tmp_path)
 
 
 @pytest.mark.parametrize("fields", [{"d_model": 32}, {"n_layers": 1}, {"mlp_hidden_size": 32}])
@@ -317,7 +315,7 @@ def test_the_adapters_that_fit_are_applied(originals, tmp_path):
     fields = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 5}, "target_modules": ".*"}
     (tmp_path / "adapter_config.json").write_text(adapter_config(originals, **fields))
     backbone, before = tiny(), tiny().model.state_dict()
-    load_adapter(backbone, tmp_path, trainable=False)
+    load_adapter(backbone, tmp_path)
     assert not any(p.requires_grad for p in backbone.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -4,28 +4,15 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import tiny_llada
 import torch
-from tiny_packed import LENGTHS, MASK, SIZES, STARTS, full, loss_rows, masked, packed, span
+from tiny_packed import LENGTHS, SIZES, STARTS, full, loss_rows, masked, packed, span
 
 from bwsft.models.kv_cache import Context, Span
-from bwsft.models.llada import LladaConfig
-from bwsft.models.loading import new_backbone
 
 
 def backbone(**changes):
-    shape = dict(
-        d_model=32,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        mlp_hidden_size=48,
-        vocab_size=50,
-        max_sequence_length=64,
-        mask_token_id=MASK,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    return new_backbone(LladaConfig(**{**shape, **changes}), 3, dtype=torch.float64)
+    return tiny_llada.backbone(seed=3, n_layers=3, n_kv_heads=2, **changes)
 
 
 def test_pruned_rows_are_the_rows_of_the_whole_forward():
@@ -224,7 +211,7 @@ def test_rows_of_one_sequence_do_not_depend_on_its_batch_mates():
 
 
 def test_invisible_slots_do_not_matter():
-    """block_causal: slots behind the block may hold anything."""
+    """block_causal: slots after the block may hold anything."""
     model, where = backbone(), span(sizes=(4, 4, 4), even=True)
     batch = packed()
     cache = model.new_cache(3, max(LENGTHS))

@@ -7,30 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_llada import SMALL, backbone, config
 
-from bwsft.models.llada import LladaBackbone, LladaConfig, LladaForMaskedDiffusion, family_of
-from bwsft.models.loading import new_backbone
+from bwsft.models.families import family_of
+from bwsft.models.llada import LladaForMaskedDiffusion
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.lora import LLADA_TARGETS
-
-SMALL = dict(
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    mlp_hidden_size=48,
-    vocab_size=50,
-    max_sequence_length=64,
-    mask_token_id=49,
-    eos_token_id=1,
-    pad_token_id=1,
-)
-
-
-def config(**changes) -> LladaConfig:
-    return LladaConfig(**{**SMALL, **changes})
-
-
-def backbone(dtype=torch.float64, seed=0, **changes) -> LladaBackbone:
-    return new_backbone(config(**changes), seed, dtype=dtype)
 
 
 def test_official_names_shapes_and_parameter_count():

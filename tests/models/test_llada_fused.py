@@ -16,7 +16,7 @@ from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
 from bwsft.models import llada_layers
 from bwsft.models.kv_cache import Context, Span
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.lora import add_lora
 

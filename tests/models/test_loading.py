@@ -11,24 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_folders import edit, same
 
-from bwsft.models.llada import LladaConfig, LladaForMaskedDiffusion
+from bwsft.models.llada import LladaForMaskedDiffusion
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
 
 INDEX = "model.safetensors.index.json"
 SMALL = dict(
-    d_model=16,
-    n_layers=2,
-    n_heads=2,
-    n_kv_heads=1,
-    mlp_hidden_size=24,
-    vocab_size=40,
-    embedding_size=48,
-    max_sequence_length=32,
-    mask_token_id=39,
-    eos_token_id=1,
-    pad_token_id=1,
-)
+    d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, mlp_hidden_size=24, vocab_size=40,
+    embedding_size=48, max_sequence_length=32, mask_token_id=39, eos_token_id=1, pad_token_id=1,
+)  # fmt: skip
 
 
 def saved(folder, shard_size="4KB", **changes):
@@ -50,11 +43,6 @@ def copy(checkpoint, tmp_path):
     return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
 
 
-def same_weights(a, b):
-    ours, theirs = a.model.state_dict(), b.model.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
-
-
 @pytest.mark.parametrize("shard_size", ["4KB", "1GB"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -63,7 +51,7 @@ def test_round_trip_is_exact(tmp_path, shard_size, tied, dtype):
     b.model.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / INDEX).exists() == (shard_size == "4KB")
     again = load_backbone(tmp_path)
-    assert same_weights(b, again) and again.model.dtype == dtype
+    assert same(b.model.state_dict(), again.model.state_dict()) and again.model.dtype == dtype
     assert again.family == b.family and not again.training
     ids, edges = torch.arange(10), torch.tensor([0, 4, 10])
     assert torch.equal(
@@ -156,32 +144,17 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch):
         load_backbone("some/model")
 
 
-def edit(file, **changes):
-    """Change entries of a JSON object; None removes one."""
-    content = json.loads(file.read_text())
-    content.update(changes)
-    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
-
-
 def shards(folder):
     return sorted(folder.glob("model-*.safetensors"))
 
 
-def drop_shard(folder):
-    shards(folder)[1].unlink()
-
-
-def cut_shard(folder):
+def cut_shard(folder, length=-10):
     shard = shards(folder)[1]
-    shard.write_bytes(shard.read_bytes()[:-10])
-
-
-def empty_shard(folder):
-    shards(folder)[1].write_bytes(b"")
+    shard.write_bytes(shard.read_bytes()[:length])
 
 
 def lying_header(folder):
-    """Twice the rows in the header, the same bytes behind it."""
+    """Twice the rows in the header, the same bytes after it."""
     shard = shards(folder)[0]
     blob = shard.read_bytes()
     (size,) = struct.unpack("<Q", blob[:8])
@@ -193,24 +166,18 @@ def lying_header(folder):
 
 
 def wrong_shape(folder):
-    shard = shards(folder)[0]
-    tensors = load_file(shard)
-    name = next(iter(tensors))
-    save_file({**tensors, name: tensors[name][..., :-1].contiguous()}, shard)
-
-
-def drop_tensor(folder):
     tensors = load_file(shards(folder)[0])
-    tensors.popitem()
-    save_file(tensors, shards(folder)[0])
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name][..., :-1].contiguous()}, shards(folder)[0])
 
 
-def drop_tensor_and_entry(folder):
+def drop_tensor(folder, entry=False):
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     tensors = load_file(shards(folder)[0])
-    weight_map.pop(tensors.popitem()[0])
+    name = tensors.popitem()[0]
     save_file(tensors, shards(folder)[0])
-    edit(folder / INDEX, weight_map=weight_map)
+    if entry:
+        edit(folder / INDEX, weight_map={n: s for n, s in weight_map.items() if n != name})
 
 
 def shard_not_in_index(folder):
@@ -226,16 +193,12 @@ def extra_tensor(folder):
     edit(folder / INDEX, weight_map={**weight_map, "surplus": "more.safetensors"})
 
 
-def shard_elsewhere(folder):
-    edit(folder / INDEX, weight_map={"a": "../model.safetensors"})
-
-
-def no_weights(folder):
-    (folder / INDEX).unlink()
-
-
 def in_config(**changes):
     return lambda folder: edit(folder / "config.json", **changes)
+
+
+def in_index(**changes):
+    return lambda folder: edit(folder / INDEX, **changes)
 
 
 def write(name, text):
@@ -245,17 +208,17 @@ def write(name, text):
 @pytest.mark.parametrize(
     "damage, error, message",
     [
-        (drop_shard, FileNotFoundError, "names model-00002.*download"),
+        (lambda folder: shards(folder)[1].unlink(), FileNotFoundError, "model-00002.*download"),
         (cut_shard, ValueError, "model-00002.*damaged or cut short"),
-        (empty_shard, ValueError, "model-00002.*damaged or cut short"),
+        (lambda folder: cut_shard(folder, 0), ValueError, "model-00002.*damaged or cut short"),
         (lying_header, ValueError, "model-00001.*damaged or cut short"),
         (wrong_shape, ValueError, "model.transformer.* has shape .* but config.json asks for"),
         (drop_tensor, ValueError, "disagree about model.transformer"),
-        (drop_tensor_and_entry, ValueError, "lacks tensors that its config needs: model.transf"),
+        (lambda folder: drop_tensor(folder, True), ValueError, "lacks tensors .*: model.tra"),
         (shard_not_in_index, ValueError, "lacks tensors that its config needs: model.transf"),
         (extra_tensor, ValueError, "has tensors that its config does not know: surplus"),
-        (shard_elsewhere, ValueError, "names a shard outside the folder"),
-        (no_weights, FileNotFoundError, "only safetensors"),
+        (in_index(weight_map={"a": "../m"}), ValueError, "names a shard outside the folder"),
+        (lambda folder: (folder / INDEX).unlink(), FileNotFoundError, "only safetensors"),
         (write(INDEX, '{"weight_map": {'), ValueError, "not valid JSON"),
         (write(INDEX, "{}"), ValueError, "no weight_map"),
         (write("config.json", "[]"), ValueError, "must hold a JSON object"),

@@ -1,4 +1,4 @@
-"""QLoRA's guards, and what is quantised; with a stand-in for bitsandbytes, which needs a GPU."""
+"""QLoRA's guards, and what is quantized; with a stand-in for bitsandbytes, which needs a GPU."""
 
 import dataclasses
 import re
@@ -12,8 +12,8 @@ from torch import nn
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import plan_model
-from bwsft.data.chat_template import load_tokenizer
-from bwsft.models.llada import LladaConfig
+from bwsft.data.tokenizer import load_tokenizer
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.lora import LLADA_TARGETS, add_lora
 from bwsft.models.quantization import quantize, require_bitsandbytes
@@ -76,16 +76,16 @@ def test_the_module_is_imported_only_when_asked_for(library):
 def test_the_matrices_of_the_blocks_and_nothing_else(library, tied):
     model, before = backbone(weight_tying=tied), backbone(weight_tying=tied)
     quantize(model, CPU)
-    quantised = {n: m for n, m in model.model.named_modules() if isinstance(m, Linear4bit)}
+    quantized = {n: m for n, m in model.model.named_modules() if isinstance(m, Linear4bit)}
     wanted = re.compile(LLADA_TARGETS["all"])
-    assert set(quantised) == {n for n, _ in before.model.named_modules() if wanted.fullmatch(n)}
-    assert len(quantised) == 14
-    for module in quantised.values():
+    assert set(quantized) == {n for n, _ in before.model.named_modules() if wanted.fullmatch(n)}
+    assert len(quantized) == 14
+    for module in quantized.values():
         assert module.options == {"compress_statistics": True, "quant_type": "nf4"}
         assert module.compute_dtype == torch.bfloat16 and not module.weight.requires_grad
     old = before.model.state_dict()
     for name, weight in model.model.state_dict().items():
-        rounded = name.removesuffix(".weight") in quantised
+        rounded = name.removesuffix(".weight") in quantized
         assert torch.equal(weight, (old[name] * 10).round() / 10 if rounded else old[name]), name
     assert type(model.base_model.model.head_module) is (nn.Embedding if tied else nn.Linear)
     assert model.model.is_loaded_in_4bit

@@ -18,7 +18,7 @@ from bwsft_kernels import MaskSpec
 from tiny_modes import corrupt
 
 from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.objectives import blockwise
 from bwsft.objectives.blockwise import Levels

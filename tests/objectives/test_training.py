@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from bwsft import config as c
 from bwsft.cli import main
+from bwsft.models.backbone import trainable
 from bwsft.objectives.config import RdmConfig, TwoStepConfig
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
-from bwsft.training.optim import trainable
 from bwsft.training.setup import train
 from bwsft.utils.flops import flop_counter
 

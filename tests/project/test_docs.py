@@ -163,7 +163,7 @@ def test_python_compiles_and_what_stands_alone_runs(path):
 
 @pages
 def test_json_examples_are_records(path):
-    from bwsft.data.records import normalise
+    from bwsft.data.records import normalize
 
     for line in "".join(blocks(path, "json")).splitlines():
-        assert normalise(line.encode()).response
+        assert normalize(line.encode()).response

@@ -263,7 +263,7 @@ def test_the_ranks_gradients_add_up(tiny, make_run, layout):
     """In float64, without communication: processes x micro-batch against one process."""
     import torch
 
-    from bwsft.training.optim import trainable
+    from bwsft.models.backbone import trainable
     from bwsft.training.trainer import train_step
 
     size, micro = layout

@@ -12,11 +12,11 @@ import torch
 
 from bwsft import config as c
 from bwsft.cli import main
+from bwsft.models.backbone import trainable
 from bwsft.training import guards as w
 from bwsft.training import signals
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
-from bwsft.training.optim import trainable
 from bwsft.training.run_files import RunFiles
 from bwsft.training.setup import train
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import load_trained
-from bwsft.data import dataset as d
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.lora import LLADA_TARGETS
 from bwsft.training import trainer as t
 from bwsft.training.hf_trainer import BlockwiseCollator, BlockwiseTrainer, layout_of, load_examples
@@ -190,7 +190,7 @@ def test_adapters_are_interchangeable(flat, model_folder, tmp_path):
     """Ten lines of a user; what either trains loads in the other, and in peft alone."""
     base = str(model_folder())
     config = flat(model=base, tokenizer=None, lora=LORA, steps=3, out=str(tmp_path / "run"))
-    tokenizer = d.load_tokenizer(base)
+    tokenizer = load_tokenizer(base)
     model = AutoModelForCausalLM.from_pretrained(base)
     lora = peft.LoraConfig(r=3, lora_alpha=6, target_modules=LLADA_TARGETS["all"])
     trainer, _ = trainer_of(peft.get_peft_model(model, lora), config, tokenizer, tmp_path / "hf")
@@ -317,11 +317,11 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, {tests!r})
 from test_hf import arguments, trainer_of
 from bwsft import config as c
-from bwsft.data import dataset as d
+from bwsft.data.tokenizer import load_tokenizer
 config = c.from_json(open({config!r}).read())
 model = AutoModelForCausalLM.from_pretrained(config.model)
 trainer, recorder = trainer_of(
-    model, config, d.load_tokenizer(config.model), {out!r}, per_device_train_batch_size=2
+    model, config, load_tokenizer(config.model), {out!r}, per_device_train_batch_size=2
 )
 trainer.train()
 if trainer.args.process_index == 0:
@@ -336,7 +336,7 @@ def test_two_processes_give_the_losses_of_one(flat, model_folder, tmp_path, draw
     config = flat(model=base, tokenizer=None, steps=10, context="cached", draws_per_context=draws)
     (tmp_path / "config.json").write_text(c.to_json(config))
     model = AutoModelForCausalLM.from_pretrained(base)
-    trainer, recorder = trainer_of(model, config, d.load_tokenizer(base), tmp_path / "one")
+    trainer, recorder = trainer_of(model, config, load_tokenizer(base), tmp_path / "one")
     trainer.train()
     script = tmp_path / "two.py"
     tests = os.path.dirname(os.path.dirname(__file__))

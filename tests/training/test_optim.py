@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from bwsft.checkpoints.optimizer_state import moments, restore_moments
 from bwsft.config import OptimConfig
-from bwsft.training.optim import lr_at, make_optimizer, moments, restore_moments
+from bwsft.training.optim import lr_at, make_optimizer
 
 
 def test_linear_warmup_then_cosine_to_the_floor():

@@ -15,7 +15,7 @@ import torch
 
 from bwsft import config as c
 from bwsft.checkpoints import resolve as models
-from bwsft.checkpoints.folders import read_state
+from bwsft.checkpoints.state import read_state
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
 from bwsft.training.run_files import RunFiles, open_run

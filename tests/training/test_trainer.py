@@ -9,9 +9,9 @@ import torch
 from bwsft_kernels import reference
 
 from bwsft import config as c
+from bwsft.models.backbone import trainable
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
-from bwsft.training.optim import trainable
 from bwsft.training.setup import train
 
 NO_CLIP = c.OptimConfig(lr=3e-3, clip=0.0)

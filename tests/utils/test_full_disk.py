@@ -14,6 +14,7 @@ from bwsft.checkpoints import folders as k
 from bwsft.cli import main
 from bwsft.training import trainer as t
 from bwsft.training.metrics import JsonLog, read_log
+from bwsft.training.setup import train
 from bwsft.utils.files import write_atomic
 
 
@@ -53,7 +54,7 @@ def fill(folder, leave=0):
 
 def test_training_into_a_full_disk_and_on_when_there_is_room(tiny, flags, disk, capsys):
     config = tiny(save_every=2, eval=c.EvalConfig(every=0))
-    assert t.train(config) == 0
+    assert train(config) == 0
     reference = c.run_folder(config)
     run = disk("size=1600k") / "run"
     capsys.readouterr()
@@ -86,13 +87,13 @@ def test_wherever_the_room_ends(tiny, make_run, disk):
     t.train_step(run, 0)
     state = {"config": {}, "data": "d", "base": None}
     folder = disk("size=8m")
-    k.save_checkpoint(folder, 1, run.backbone, run.tokenizer, run.optimizer, state)
+    k.save_checkpoint(folder, 1, run.backbone, run.files.tokenizer, run.optimizer, state)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     refused = 0
     for room in range(0, size + 40_000, 16_384):
         fill(folder, room)
         try:
-            k.save_checkpoint(folder, 2, run.backbone, run.tokenizer, run.optimizer, state)
+            k.save_checkpoint(folder, 2, run.backbone, run.files.tokenizer, run.optimizer, state)
         except OSError as error:
             refused += 1
             assert "step-2" in str(error) and "make room" in str(error)

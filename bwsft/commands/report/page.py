@@ -21,7 +21,8 @@ from typing import Annotated
 import tyro
 
 from bwsft import config as c
-from bwsft.checkpoints.folders import newest_complete, read_state, versions
+from bwsft.checkpoints.folders import newest_complete, versions
+from bwsft.checkpoints.state import read_state
 from bwsft.commands.report.samples import SampleOptions, decode_samples
 from bwsft.presets import PRESETS
 from bwsft.training.metrics import read_log, running_mean

@@ -10,15 +10,15 @@ from pathlib import Path
 from bwsft_kernels.block_grid import BlockGrid
 
 from bwsft import config as c
-from bwsft.checkpoints.folders import locate
-from bwsft.checkpoints.resolve import Trained, load_trained, pick_device, plan_model, plan_tokenizer
-from bwsft.data import dataset as d
-from bwsft.data.chat_template import METAMATH
+from bwsft.checkpoints.resolve import Trained, load_trained, locate, plan_model, plan_tokenizer
+from bwsft.data.chat_template import METAMATH, Template
+from bwsft.data.tokenizer import load_tokenizer, merged_end_ids
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Generation
 from bwsft.models.backbone import Family
 from bwsft.training.run_data import plan_data
+from bwsft.utils.devices import pick_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ def decoded(
     options: SampleOptions,
 ) -> tuple[list[dict], list[str]]:
     """decode_samples, for a run that has held-out examples."""
-    tokenizer = d.load_tokenizer(plan_tokenizer(config))
-    template = d.Template(tokenizer, config.dataset.template)
+    tokenizer = load_tokenizer(plan_tokenizer(config))
+    template = Template(tokenizer, config.dataset.template)
     plan = plan_model(config, tokenizer, run)
     data = plan_data(config, tokenizer, plan.family)
     chosen = [int(i) for i in data.holdout_index[: options.samples]]
@@ -68,7 +68,7 @@ def decoded(
 
     def base() -> Trained:
         backbone = plan.build(pick_device(options.device)).eval()
-        ends = tuple(dict.fromkeys((*template.end_ids, *backbone.family.end_ids)))
+        ends = merged_end_ids(template.end_ids, backbone.family.end_ids)
         backbone.family = dataclasses.replace(backbone.family, end_ids=ends)
         return Trained(backbone, tokenizer, None, plan.base)
 
@@ -106,7 +106,7 @@ def start_mode(config: c.Config, family: Family) -> str:
 def answers(
     name: str,
     load: Callable[[], Trained],
-    template: d.Template,
+    template: Template,
     context: str,
     prompts: list[list[int]],
     settings: DecodeConfig,

@@ -17,7 +17,7 @@ from bwsft_kernels import torch_ops as plain
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 
 SPEC = importlib.util.spec_from_file_location(

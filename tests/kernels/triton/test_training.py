@@ -7,7 +7,7 @@ import pytest
 import torch
 from bwsft_kernels import MaskSpec, block_mask
 
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 
 pytestmark = pytest.mark.skipif(
