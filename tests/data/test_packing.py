@@ -122,7 +122,7 @@ def test_order_sorts_philox_words():
 
 
 def test_samples_run_through_epochs_without_a_gap():
-    stream = [sample for step in range(5) for slot in samples(step, 4, 10, seed=1)]
+    stream = [sample for step in range(5) for sample in samples(step, 4, 10, seed=1)]
     assert stream[:10] == [(int(i), 0) for i in order(10, 0, 1)]
     assert stream[10:] == [(int(i), 1) for i in order(10, 1, 1)]
 

@@ -10,7 +10,7 @@ from tiny_modes import batch, mode_of, two_steps
 from tiny_packed import LENGTHS, full, loss_rows, masked, packed, span
 
 from bwsft.decoding.generate import generate
-from bwsft.decoding.plan import DecodeConfig
+from bwsft.decoding.config import DecodeConfig
 from bwsft.models.kv_cache import Context
 
 
