@@ -13,7 +13,7 @@ from types import ModuleType
 import bwsft_kernels
 import torch
 import torch.nn.functional as F
-from bwsft_kernels import torch_ops as plain
+from bwsft_kernels import torch_ops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,14 +28,14 @@ def _triton_is_there() -> bool:
 
 def small_ops(choice: str, x: Tensor) -> ModuleType:
     """Where rms_norm, rotary and swiglu come from: ``bwsft_kernels`` fuses them ("on"), its
-    ``plain`` is torch ("off"). "auto" fuses on CUDA where triton is installed, but not under
+    ``torch_ops`` is torch ("off"). "auto" fuses on CUDA where triton is installed, but not under
     torch.compile and export: they fuse plain torch themselves, and each of these functions would
     break their graph."""
     if choice == "auto":
         fuse = not torch.compiler.is_compiling() and x.is_cuda and _triton_is_there()
     else:
         fuse = choice == "on"
-    return bwsft_kernels if fuse else plain
+    return bwsft_kernels if fuse else torch_ops
 
 
 class LladaRMSNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""What one draw of `block_mask` decides: the device helpers behind _block_mask_triton.py.
+"""What one draw of `block_mask` decides: the device helpers of _block_mask_triton.py.
 
 Every decision is an integer comparison on Philox words, so the marks are the bits of the torch
 implementation. `sequences` is a tuple of pointers to [S] int64: row start, row length, prompt
@@ -75,7 +75,10 @@ def u24_of(position, draw, sample, stream: tl.constexpr, key):
 
 @triton.jit
 def choose_block(seq, inside, sequences, max_blocks, key, PLAN: tl.constexpr):
-    """(index, start, length, weight numerator in fp64) of the active block; seq [Q]."""
+    """(index, start, length, weight numerator in fp64) of the active block; seq [Q].
+
+    The block's bounds are block_grid.BlockGrid.num_blocks and .bounds in device code.
+    """
     prompt = tl.load(sequences[2] + seq, mask=inside, other=0)
     response = tl.load(sequences[3] + seq, mask=inside, other=0)
     sample = tl.load(sequences[4] + seq, mask=inside, other=0)

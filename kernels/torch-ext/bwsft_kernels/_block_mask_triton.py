@@ -1,8 +1,8 @@
-"""`block_mask` in one launch: program 0 lists the loss rows, the others write the tokens.
+"""`block_mask` in one launch: program 0 lists the supervised rows, the others write the tokens.
 
 Each program recomputes what it needs of a draw (_block_mask_draw_triton.py): nothing passes between
-programs. Letters: T tokens, S sequences, B block size, R bound on the loss rows, Q sequences that
-program 0 handles at a time.
+programs. Letters: T tokens, S sequences, B block size, R bound on the supervised rows, Q sequences
+that program 0 handles at a time.
 """
 
 import torch
@@ -26,19 +26,10 @@ TILE = 512  # tokens that a program handles at a time, 4 a thread
 
 @triton.jit
 def _list_rows(
-    ids_ptr,
-    rows_out,
-    sequences_out,
-    sequences,
-    S,
-    R,
-    max_blocks,
-    key,
-    PLAN: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    ids_ptr, rows_out, sequences_out, sequences, S, R, max_blocks, key,
+    PLAN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):
-    """Loss rows in row-major order: a running offset, then prefix sums over and in sequences."""
+    """Supervised rows, ascending: a running offset, then prefix sums over and in sequences."""
     found = tl.zeros((), tl.int64)
     for first in range(0, S, BLOCK_Q):
         seq = (first + tl.arange(0, BLOCK_Q)).to(tl.int64)
@@ -86,18 +77,10 @@ def _list_rows(
 
 @triton.jit
 def _write_tokens(
-    ids_ptr,
-    tokens_out,
-    sequences,
-    S,
-    chunks,
-    max_blocks,
-    key,
-    PLAN: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    ids_ptr, tokens_out, sequences, S, chunks, max_blocks, key,
+    PLAN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
-    """Noisy ids and labels of every `chunks`-th tile of one row."""
+    """Noisy ids and labels of every `chunks`-th tile of one sequence."""
     part = tl.program_id(0) - 1
     index = (part // chunks).to(tl.int64)
     seq = index + tl.arange(0, 1)  # a vector of one, as the helpers take it
@@ -134,21 +117,9 @@ def _write_tokens(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _block_mask_fwd_kernel(
-    ids_ptr,
-    tokens_out,
-    rows_out,
-    sequences_out,
-    sequences,
-    S,
-    R,
-    chunks,
-    max_blocks,
-    key_low,
-    key_high,
-    PLAN: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    ids_ptr, tokens_out, rows_out, sequences_out, sequences,
+    S, R, chunks, max_blocks, key_low, key_high,
+    PLAN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     key = (key_low, key_high)
     if tl.program_id(0) == 0:
@@ -160,6 +131,7 @@ def _block_mask_fwd_kernel(
         _write_tokens(
             ids_ptr, tokens_out, sequences, S, chunks, max_blocks, key, PLAN, BLOCK_B, BLOCK_T
         )
+
 
 def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
     """`block_mask` on validated inputs, by one kernel launch."""
@@ -181,17 +153,16 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
         count=counts[3],
     )
     choice = inputs.block if inputs.block_weights is None else inputs.block_weights
-    nothing = inputs.row_start  # something to point to
-    choice = nothing if choice is None else choice
     sequences = [
         inputs.row_start, inputs.row_length, inputs.prompt_lengths, inputs.response_lengths,
         inputs.sample_ids, inputs.draw, choice,
         inputs.draw if inputs.block_draw is None else inputs.block_draw,
-        nothing if inputs.rate is None else inputs.rate,
-        nothing if inputs.factor is None else inputs.factor,
+        inputs.rate, inputs.factor,
     ]
+    # Where nothing was given, something to point to.
+    sequences = [inputs.row_start if value is None else value for value in sequences]
     block_b = triton.next_power_of_2(spec.block_size)
-    # About one program per tile of tokens; a longer row goes round.
+    # About one program per tile of tokens; a longer sequence goes round.
     chunks = max(1, triton.cdiv(numel, TILE * max(1, num_sequences)))
     # Signed words: a seed above 2^31 must not change the argument's type and compile anew.
     key_low, key_high = (word - ((word >> 31) << 32) for word in split_seed(spec.seed))
@@ -202,7 +173,7 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
             (batch.rows, batch.row_target, batch.row_weight, batch.num_rows),
             (batch.block, batch.block_start, batch.block_length, batch.rate, batch.count),
             tuple(value.contiguous() for value in sequences),
-            num_sequences, bound, chunks, choice.shape[-1], key_low, key_high,
+            num_sequences, bound, chunks, sequences[6].shape[-1], key_low, key_high,
             PLAN=plan_draw(inputs, spec),
             BLOCK_B=block_b, BLOCK_Q=max(1, TILE // block_b), BLOCK_T=TILE,
             # Left alone, ptxas aims at 128 registers and spills 16 bytes (Triton 3.6).

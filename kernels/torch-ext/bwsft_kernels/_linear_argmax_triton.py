@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._device_triton import gumbel_tile, join_sums, logits_tile, on_device, round_bf16
+from ._linear_argmax import ArgmaxOptions
 from ._tuning import Tile, tuned
 
 # Slots of the partial results, fp32 [P, SLOTS, N]. TOP, SUM and MEAN belong to the softmax, FIRST
@@ -59,24 +61,12 @@ def _first_max(values, AXIS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])  # rows come in any number; compile once
 def _head_stats_fwd_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    noise_ptr,
-    partial_ptr,
-    token_ptr,
-    N,
-    V,
-    D,
-    stride_x,
-    stride_w,
-    temperature,
-    PLAN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, noise_ptr,  # [N, D], [V, D], [V], [5, N]
+    partial_ptr, token_ptr,  # [P, SLOTS, N], [P, N]
+    N, V, D, stride_x, stride_w, temperature,
+    PLAN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    # The row block runs fastest: its neighbours find the 1 MB tile of w in L2.
+    # The row block runs fastest: its neighbors find the 1 MB tile of w in L2.
     row_blocks = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // row_blocks
     rows = tl.program_id(0) % row_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -124,15 +114,10 @@ def _head_stats_fwd_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def _head_stats_merge_kernel(
-    partial_ptr,
-    part_token_ptr,
-    token_ptr,
-    numbers_ptr,
-    N,
-    P,
-    PLAN: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    partial_ptr, part_token_ptr,  # [P, SLOTS, N], [P, N]
+    token_ptr, numbers_ptr,  # [N], [3, N]
+    N, P,
+    PLAN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_in = rows < N
@@ -186,9 +171,14 @@ def _head_stats_merge_kernel(
         tl.store(numbers_ptr + 2 * N + rows, margin, mask=row_in)
 
 
-def head_argmax(x, weight, bias, options, noise):
-    """x [N, D], weight [V, D], bias [V] or None, noise [5, N] or None, linear_argmax's options
-    -> token [N] int64, confidence, entropy or None, margin or None [N] fp32."""
+def head_argmax(
+    x: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    options: ArgmaxOptions,
+    noise: Tensor | None,  # [5, N]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # [N] int64, then fp32
+    """(token, confidence, entropy or None, margin or None)."""
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
     size = len(x)
     numbers = x.new_empty(3, size, dtype=torch.float32)
@@ -205,7 +195,7 @@ def head_argmax(x, weight, bias, options, noise):
         even_d=False,  # depends on the tile
     )
 
-    def launch(tile):
+    def launch(tile: Tile) -> None:
         _launch(x, weight, bias, noise, token, numbers, plan, options.temperature, tile)
 
     if size > 0:
@@ -215,7 +205,17 @@ def head_argmax(x, weight, bias, options, noise):
     return token, confidence, entropy if plan.entropy else None, margin if plan.margin else None
 
 
-def _launch(x, weight, bias, noise, token, numbers, plan: Plan, temperature, tile: Tile):
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    noise: Tensor | None,
+    token: Tensor,  # [N] written
+    numbers: Tensor,  # [3, N] written
+    plan: Plan,
+    temperature: float,
+    tile: Tile,
+) -> None:
     (size, hidden), vocabulary = x.shape, len(weight)
     tiles = triton.cdiv(vocabulary, tile.cols)
     partial = numbers.new_empty(tiles, SLOTS.value, size)

@@ -6,9 +6,11 @@ architecture without a spilled register, which tests/kernels/test_compile_offlin
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ for _arch in (80, 90, SAFE):
 _found = {}
 
 
-def architecture(device: torch.device):
+def architecture(device: torch.device) -> int | str:
     """80, 90 or SAFE; the interpreter's CPU is SAFE."""
     if device.type != "cuda":
         return SAFE
@@ -86,7 +88,7 @@ def architecture(device: torch.device):
     return major * 10 + minor if (major, minor) in ((8, 0), (9, 0)) else SAFE
 
 
-def tuned(kernel: str, tensor: torch.Tensor, rows: int, launch) -> Tile:
+def tuned(kernel: str, tensor: Tensor, rows: int, launch: Callable[[Tile], object]) -> Tile:
     """The tile for `rows` rows of `tensor`'s dtype; launch(tile) runs it once, for the search."""
     arch = architecture(tensor.device)
     entries = TABLE[kernel, arch, tensor.element_size()]
@@ -102,7 +104,7 @@ def tuned(kernel: str, tensor: torch.Tensor, rows: int, launch) -> Tile:
     return next(tile for most, tile in entries if rows <= most)
 
 
-def milliseconds(run, repeats: int = 10) -> float:
+def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
     """Median time of `run` on the current CUDA stream, after two calls that compile and warm up."""
     times = []
     for _ in range(repeats + 2):
@@ -129,7 +131,7 @@ def choose_splits(tile: Tile, tiles: int, steps: int, device: torch.device) -> i
     """
     slots = processors(device) * max(1, 8 // tile.warps)
 
-    def fill(splits):
+    def fill(splits: int) -> float:
         waves = -(-tiles * splits // slots)
         return tiles * splits / (waves * slots)
 

@@ -38,7 +38,7 @@ class Batch:
 
 def train(impl, train_head, monkeypatch):
     """(losses, parameters, masks, Triton files used) of three updates with kernels of `impl`."""
-    used, twin = set(), sys.modules["bwsft_kernels._dispatch"].triton_twin
+    used, twin = set(), sys.modules["bwsft_kernels._dispatch"].triton_implementation
 
     def chosen(_, tensor, name):
         module = twin(impl, tensor, name)
@@ -46,7 +46,7 @@ def train(impl, train_head, monkeypatch):
         return module
 
     for name in ("linear_cross_entropy", "block_mask"):
-        monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_twin", chosen)
+        monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_implementation", chosen)
     backbone, batch = new_backbone(LladaConfig(**CONFIG), seed=0), Batch()
     weight, _ = backbone.head()
     weight.requires_grad_(train_head)
