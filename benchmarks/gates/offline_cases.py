@@ -58,15 +58,14 @@ def _stats(dtype, rows: int, full: bool, noise: bool):
     options = ArgmaxOptions(
         banned=(126_081,) if full else (),
         hidden_id=V - 128,
-        temperature=float(noise),
         entropy=full,
         margin=full,
-        softcap=30.0 if full else None,
+        softcap=30.0 if full else 0.0,
         round_bf16=full,
     )
     key = torch.zeros(5, rows, dtype=torch.int64) if noise else None
     bias = torch.empty(V, dtype=dtype) if full else None
-    _linear_argmax_triton.head_argmax(x, head, bias, options, key)
+    _linear_argmax_triton.head_argmax(x, head, bias, options, key, float(noise))
 
 
 def _rms_norm_fwd(dtype, full: bool, hidden: int):

@@ -23,7 +23,7 @@ from bwsft_kernels._tuning import Tile
 from bwsft.utils.files import write_atomic
 
 VOCAB, HIDDEN = 126_464, 4096
-# Training first (the gradient of 512 loss rows), then the sampler's rows, then evaluation.
+# Training first (the gradient of 512 supervised rows), then the sampler's rows, then evaluation.
 CASES = (("grad_input", 512), ("stats", 32), ("stats", 16), ("loss", 512), ("grad_input", 1024),
          ("stats", 256), ("grad_input", 64), ("noise", 32))  # fmt: skip
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, _tuning.SAFE: 64 << 10}
@@ -78,9 +78,9 @@ def launcher(kernel: str, rows: int):
         forward = _linear_cross_entropy_fwd_triton.head_loss
         return lambda: forward(x, head, None, target, 0.0, None, None)
     noise = torch.zeros(5, rows, dtype=torch.int64, device="cuda") if kernel == "noise" else None
-    plan = ArgmaxOptions(banned=(), hidden_id=126_336, temperature=float(kernel == "noise"),
-                         entropy=False, margin=False, softcap=None, round_bf16=False)
-    return lambda: _linear_argmax_triton.head_argmax(x, head, None, plan, noise)[1]
+    plan = ArgmaxOptions(banned=(), hidden_id=126_336, entropy=False, margin=False, softcap=0.0,
+                         round_bf16=False)
+    return lambda: _linear_argmax_triton.head_argmax(x, head, None, plan, noise, 1.0)[1]
 
 
 def with_tile(key, tile: Tile, run):

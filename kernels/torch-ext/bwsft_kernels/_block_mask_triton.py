@@ -47,9 +47,9 @@ def _list_rows(
 
         denominator = count
         scale = 1.0
-        if PLAN.weight == "flat":
+        if PLAN.spec.weight == "flat":
             denominator = length
-        if PLAN.weight == "rate":
+        if PLAN.spec.weight == "rate":
             denominator = rate24 * length
             scale = 16777216.0
         # fp64, as in torch: one rounding, so the weights are the same bits too.
@@ -109,7 +109,7 @@ def _write_tokens(
         if PLAN.prefix24 > 0:
             noise = u24_of(position, own_draw, sample, PREFIX, key) < PLAN.prefix24
             hidden = hidden | (noise & (position >= prompt) & (offset < 0))
-        noisy = tl.where(marks | hidden, PLAN.mask_id, ids)
+        noisy = tl.where(marks | hidden, PLAN.spec.mask_id, ids)
         tl.store(tokens_out[0] + row_start + position, noisy, mask=in_row)
         labels = tl.where(marks, ids, IGNORE)
         tl.store(tokens_out[1] + row_start + position, labels, mask=in_row)

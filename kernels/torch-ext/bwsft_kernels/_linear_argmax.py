@@ -42,14 +42,13 @@ class LinearArgmax:
 
 @dataclass(frozen=True)
 class ArgmaxOptions:
-    """Validated options. banned ids leave choice and normaliser, hidden_id the choice only."""
+    """Validated options; the compile-time side of the Triton kernels too."""
 
-    banned: tuple[int, ...]
-    hidden_id: int | None
-    temperature: float
+    banned: tuple[int, ...]  # ids that leave choice and softmax
+    hidden_id: int  # the id that leaves the choice only, or -1
     entropy: bool
     margin: bool
-    softcap: float | None
+    softcap: float  # or 0
     round_bf16: bool
 
 
@@ -92,22 +91,16 @@ def linear_argmax(
     compute = kernels.head_argmax if kernels else _argmax_torch
     bias = None if linear_bias is None else linear_bias.to(dtype)
     with no_autocast(x.device):
-        token, *numbers = compute(x, linear_weight.to(dtype), bias, options, noise)
+        token, *numbers = compute(x, linear_weight.to(dtype), bias, options, noise, temperature)
     shape = input.shape[:-1]
     numbers = [None if value is None else value.view(shape) for value in numbers]
     return LinearArgmax(token.view(shape), *numbers, nan_flag=torch.isnan(numbers[0]).any())
 
 
 def _options(
-    banned: Collection[int],
-    mask_id: int | None,
-    subs: bool,
-    temperature: float,
-    key: GumbelKey | None,
-    want: Collection[str],
-    softcap: float | None,
-    round_logits: str | None,
-    vocabulary: int,
+    banned: Collection[int], mask_id: int | None, subs: bool, temperature: float,
+    key: GumbelKey | None, want: Collection[str], softcap: float | None,
+    round_logits: str | None, vocabulary: int,
 ) -> ArgmaxOptions:
     banned = {int(token) for token in banned}
     hidden = mask_id
@@ -130,8 +123,8 @@ def _options(
     if round_logits not in (None, "bf16"):
         raise ValueError(f'round_logits must be None or "bf16", not {round_logits!r}')
     return ArgmaxOptions(
-        tuple(sorted(banned)), hidden, float(temperature), "entropy" in want, "margin" in want,
-        softcap, round_logits == "bf16",
+        tuple(sorted(banned)), -1 if hidden is None else hidden, "entropy" in want,
+        "margin" in want, 0.0 if softcap is None else softcap, round_logits == "bf16",
     )
 
 
@@ -150,11 +143,10 @@ def _noise_key(
 
 
 def _argmax_torch(
-    x: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
     options: ArgmaxOptions,
     noise: Tensor | None,  # [5, N]
+    temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # each [N]
     """(token, confidence, entropy or None, margin or None)."""
     size, vocabulary = len(x), len(weight)
@@ -171,7 +163,7 @@ def _argmax_torch(
             rows = slice(first, min(first + block, stop))
             values = logits[first - start : rows.stop - start]
             part = None if noise is None else noise[:, rows]
-            results = _block_argmax(values, options, part)
+            results = _block_argmax(values, options, part, temperature)
             for out, value in zip((token, confidence, entropy, margin), results, strict=True):
                 if out is not None:
                     out[rows] = value
@@ -182,8 +174,9 @@ def _block_argmax(
     values: Tensor,  # [n, V] fp32 or fp64, scratch
     options: ArgmaxOptions,
     noise: Tensor | None,  # [5, n]
+    temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # each [n]
-    if options.softcap is not None:
+    if options.softcap > 0:
         values.div_(options.softcap).tanh_().mul_(options.softcap)
     if options.round_bf16:
         values = values.bfloat16().to(values.dtype)
@@ -196,7 +189,7 @@ def _block_argmax(
     if options.entropy:
         # H = log sum e^z - sum p z, with z relative to the top.
         entropy = norm.log() - (weights * values.masked_fill(weights == 0, 0)).sum(1) / norm
-    if options.hidden_id is not None:
+    if options.hidden_id >= 0:
         values[:, options.hidden_id] = float("-inf")
     if options.margin:
         best = values.topk(min(2, values.shape[1]), dim=1).values.exp() / norm[:, None]
@@ -205,7 +198,7 @@ def _block_argmax(
     if noise is not None:
         position, step, request, *key = noise
         u24 = gumbel_u24(values.shape[1], position, step, request, key)
-        choice = values + options.temperature * gumbel(u24, values.dtype)
+        choice = values + temperature * gumbel(u24, values.dtype)
     token = choice.argmax(1)
     confidence = values.gather(1, token[:, None])[:, 0].exp() / norm
     return token, confidence, entropy, margin

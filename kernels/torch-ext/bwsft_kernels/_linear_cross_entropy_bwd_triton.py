@@ -56,36 +56,31 @@ def grad_input(
     weight: Tensor,  # [V, D]
 ) -> Tensor:  # [N, D] fp32
     """g @ weight, the same bits in every run."""
-    g = g if g.stride(1) == 1 else g.contiguous()
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    size, hidden = len(g), weight.shape[1]
+    g, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (g, weight))
+    (size, vocabulary), hidden = g.shape, weight.shape[1]
     if size == 0:
         return g.new_zeros(0, hidden, dtype=torch.float32)
 
     def launch(tile: Tile) -> Tensor:
-        return _launch(g, weight, tile)
+        tiles = triton.cdiv(size, tile.rows) * triton.cdiv(hidden, tile.cols)
+        steps = triton.cdiv(vocabulary, tile.depth)
+        steps_per_split = triton.cdiv(steps, choose_splits(tile, tiles, steps, g.device))
+        splits = triton.cdiv(steps, steps_per_split)
+        parts = torch.empty(splits, size, hidden, dtype=torch.float32, device=g.device)
+        _grad_input_bwd_kernel[(tiles, splits)](
+            g, weight, parts, size, vocabulary, hidden, g.stride(0), weight.stride(0),
+            steps_per_split * tile.depth,
+            BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        )
+        if splits == 1:
+            return parts[0]
+        out = torch.empty_like(parts[0])
+        _grad_input_merge_kernel[(triton.cdiv(out.numel(), MERGE_BLOCK),)](
+            parts, out, out.numel(), K=splits, BLOCK=MERGE_BLOCK, num_warps=4,
+            enable_fp_fusion=True,
+        )
+        return out
 
     with on_device(g):
         return launch(tuned("grad_input", g, size, launch))
-
-
-def _launch(g: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    (size, vocabulary), hidden = g.shape, weight.shape[1]
-    tiles = triton.cdiv(size, tile.rows) * triton.cdiv(hidden, tile.cols)
-    steps = triton.cdiv(vocabulary, tile.depth)
-    steps_per_split = triton.cdiv(steps, choose_splits(tile, tiles, steps, g.device))
-    splits = triton.cdiv(steps, steps_per_split)
-    parts = torch.empty(splits, size, hidden, dtype=torch.float32, device=g.device)
-    _grad_input_bwd_kernel[(tiles, splits)](
-        g, weight, parts, size, vocabulary, hidden, g.stride(0), weight.stride(0),
-        steps_per_split * tile.depth,
-        BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )
-    if splits == 1:
-        return parts[0]
-    out = torch.empty_like(parts[0])
-    _grad_input_merge_kernel[(triton.cdiv(out.numel(), MERGE_BLOCK),)](
-        parts, out, out.numel(), K=splits, BLOCK=MERGE_BLOCK, num_warps=4, enable_fp_fusion=True
-    )
-    return out

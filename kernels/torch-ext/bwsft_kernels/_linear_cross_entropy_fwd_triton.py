@@ -83,9 +83,7 @@ def _head_loss_merge_kernel(
 
 
 def head_loss(
-    x: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
     target: Tensor,  # [N] in [0, V)
     smoothing: Tensor | float,  # [N] fp32
     softcap: float | None,
@@ -93,47 +91,33 @@ def head_loss(
 ) -> Tensor:  # [N] fp32
     """The sums of _cross_entropy_torch.py, from unrounded fp32 logits."""
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    loss = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    if len(x) == 0:
+    (size, hidden), vocabulary = x.shape, len(weight)
+    loss = torch.empty(size, dtype=torch.float32, device=x.device)
+    if size == 0:
         return loss
-    if not isinstance(smoothing, Tensor):
-        smoothing = torch.full_like(loss, smoothing) if smoothing != 0 else None
+    has_smoothing = isinstance(smoothing, Tensor) or smoothing != 0
+    if has_smoothing and not isinstance(smoothing, Tensor):
+        smoothing = torch.full_like(loss, smoothing)
     excluded = -1 if excluded_id is None else excluded_id
 
     def launch(tile: Tile) -> None:
-        _launch(x, weight, bias, target.contiguous(), smoothing, softcap, excluded, loss, tile)
+        tiles = triton.cdiv(vocabulary, tile.cols)
+        partial, picked = loss.new_empty(tiles, 3, size), torch.empty_like(loss)
+        _head_loss_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
+            x, weight, x if bias is None else bias, target.contiguous(), picked, partial,
+            size, vocabulary, hidden, x.stride(0), weight.stride(0),
+            EXCLUDED=excluded, CAP=0.0 if softcap is None else softcap,
+            HAS_BIAS=bias is not None, HAS_SMOOTHING=has_smoothing,
+            EVEN_D=hidden % tile.depth == 0,
+            BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        )
+        _head_loss_merge_kernel[(triton.cdiv(size, MERGE_ROWS),)](
+            partial, picked, smoothing.contiguous() if has_smoothing else loss, loss,
+            size, tiles, float(vocabulary - (excluded >= 0)), HAS_SMOOTHING=has_smoothing,
+            BLOCK_P=MERGE_TILES, BLOCK_N=MERGE_ROWS, num_warps=4, enable_fp_fusion=True,
+        )
 
     with on_device(x):
-        launch(tuned("loss", x, len(x), launch))
+        launch(tuned("loss", x, size, launch))
     return loss
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    smoothing: Tensor | None,
-    softcap: float | None,
-    excluded: int,
-    loss: Tensor,  # [N] written
-    tile: Tile,
-) -> None:
-    (size, hidden), vocabulary = x.shape, len(weight)
-    tiles = triton.cdiv(vocabulary, tile.cols)
-    partial = loss.new_empty(tiles, 3, size)
-    picked = torch.empty_like(loss)
-    _head_loss_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
-        x, weight, x if bias is None else bias, target, picked, partial,
-        size, vocabulary, hidden, x.stride(0), weight.stride(0),
-        EXCLUDED=excluded, CAP=0.0 if softcap is None else softcap,
-        HAS_BIAS=bias is not None, HAS_SMOOTHING=smoothing is not None,
-        EVEN_D=hidden % tile.depth == 0,
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )
-    _head_loss_merge_kernel[(triton.cdiv(size, MERGE_ROWS),)](
-        partial, picked, loss if smoothing is None else smoothing.contiguous(), loss,
-        size, tiles, float(vocabulary - (excluded >= 0)), HAS_SMOOTHING=smoothing is not None,
-        BLOCK_P=MERGE_TILES, BLOCK_N=MERGE_ROWS, num_warps=4, enable_fp_fusion=True,
-    )
