@@ -16,14 +16,15 @@ from ._dispatch import checking, graph_break, require, triton_implementation
 from .philox import Stream, philox_u24
 
 IGNORE = -100
+Lengths = Tensor | Sequence[int]
 
 
 @graph_break
 @torch.no_grad()
 def block_mask(
     ids: Tensor,  # [T] packed with cu_seqlens, or [S, L] right-padded; integers
-    prompt_lengths: Tensor | Sequence[int],  # [S]
-    response_lengths: Tensor | Sequence[int],  # [S]
+    prompt_lengths: Lengths,  # [S]
+    response_lengths: Lengths,  # [S]
     spec: MaskSpec,
     *,
     cu_seqlens: Tensor | None = None,  # [S + 1]
@@ -58,18 +59,14 @@ def block_mask(
 
 
 def _inputs(
-    ids: Tensor,  # [T] or [S, L]
-    prompt_lengths: Tensor | Sequence[int],  # [S], as the others
-    response_lengths: Tensor | Sequence[int],
-    cu_seqlens: Tensor | None,  # [S + 1]
-    sample_ids: Tensor | None,
-    draw: int | Tensor,
+    ids: Tensor, prompt_lengths: Lengths, response_lengths: Lengths,  # [T] or [S, L], [S], [S]
+    cu_seqlens: Tensor | None, sample_ids: Tensor | None, draw: int | Tensor,  # [S + 1], [S], [S]
 ) -> MaskInputs:
     """Check where the sequences are and what numbers their draws have."""
     if ids.is_floating_point() or ids.dim() != (2 if cu_seqlens is None else 1):
         raise ValueError("ids must be integers: packed [T] with cu_seqlens, or padded [S, L] alone")
 
-    def per_sequence(value: int | Tensor | Sequence[int], name: str, size: int) -> Tensor:
+    def per_sequence(value: int | Lengths, name: str, size: int) -> Tensor:
         return _per_sequence(value, name, size, ids.device)
 
     if cu_seqlens is None:
@@ -95,9 +92,8 @@ def _inputs(
     return MaskInputs(ids.reshape(-1), row_start, row_length, prompt, response, sample_ids, draw)
 
 
-def _per_sequence(
-    value: int | Tensor | Sequence[int], name: str, size: int, device: torch.device
-) -> Tensor:  # [size] int64
+def _per_sequence(value: int | Lengths, name: str, size: int, device: torch.device) -> Tensor:
+    """int64 of shape [size]."""
     if isinstance(value, int):  # filled on the device: a copy can't go into a CUDA graph
         return torch.full((size,), value, dtype=torch.int64, device=device)
     value = torch.as_tensor(value, dtype=torch.int64, device=device)
@@ -107,10 +103,8 @@ def _per_sequence(
 
 
 def _with_choice(
-    inputs: MaskInputs,
-    spec: MaskSpec,
-    block: Tensor | None,  # [S]
-    block_weights: Tensor | None,  # [S, M]
+    inputs: MaskInputs, spec: MaskSpec,
+    block: Tensor | None, block_weights: Tensor | None,  # [S], [S, M]
 ) -> MaskInputs:
     """Check and attach the given active blocks or the chances of the blocks."""
     if block is None and block_weights is None:
@@ -137,9 +131,7 @@ def _with_choice(
 
 def _with_draw(
     inputs: MaskInputs,
-    block_draw: int | Tensor | None,  # [S], as the others
-    rate: Tensor | None,
-    factor: Tensor | None,
+    block_draw: int | Tensor | None, rate: Tensor | None, factor: Tensor | None,  # [S]
 ) -> MaskInputs:
     """Check and attach what replaces or scales a part of the draw."""
     size, device = len(inputs.draw), inputs.draw.device
@@ -187,8 +179,7 @@ def _active_block(
 
 
 def _marks(
-    inputs: MaskInputs,
-    spec: MaskSpec,
+    inputs: MaskInputs, spec: MaskSpec,
     position: Tensor,  # [S, B] in the sequence
     inside: Tensor,  # [S, B] bool: in the active block
 ) -> tuple[Tensor, Tensor]:  # [S], [S, B] bool
@@ -220,10 +211,7 @@ def _marks(
 
 
 def _hidden(
-    inputs: MaskInputs,
-    spec: MaskSpec,
-    start: Tensor,  # [S]
-    length: Tensor,  # [S]
+    inputs: MaskInputs, spec: MaskSpec, start: Tensor, length: Tensor,  # [S]
 ) -> Tensor:  # [T] bool
     """Context tokens that the network may not see, i.e. the suffix and prefix noise."""
     index = torch.arange(inputs.ids.numel(), device=inputs.ids.device)

@@ -16,9 +16,7 @@ from ._block_mask_types import ONE24, MaskInputs, MaskSpec
 from ._device_triton import philox_words
 from .philox import Stream
 
-BLOCK = tl.constexpr(int(Stream.BLOCK))
-RATE = tl.constexpr(int(Stream.RATE))
-MARKS = tl.constexpr(int(Stream.MARKS))
+BLOCK, RATE, MARKS = (tl.constexpr(int(s)) for s in (Stream.BLOCK, Stream.RATE, Stream.MARKS))
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,7 @@ def draw_marks(
         even = draw & -2
         shared24 = rate_of(seq, inside, even, sample, sequences, key, PLAN)
         marks = marked(
-            position, even[:, None], sample[:, None], shared24[:, None], flip[:, None], key
-        )
+            position, even[:, None], sample[:, None], shared24[:, None], flip[:, None], key)
         some = tl.max((marks & in_block).to(tl.int32), axis=1)
         rest = tl.max((in_block & ~marks).to(tl.int32), axis=1)
         both = (some & rest) > 0
@@ -145,8 +142,7 @@ def draw_marks(
         rate24 = tl.where(both, shared24, rate24)
         draw = tl.where(both, even, draw)
     marks = in_block & marked(
-        position, draw[:, None], sample[:, None], rate24[:, None], flip[:, None], key
-    )
+        position, draw[:, None], sample[:, None], rate24[:, None], flip[:, None], key)
     force = tl.zeros_like(draw) != 0
     if PLAN.spec.empty == "last":
         force = tl.max(marks.to(tl.int32), axis=1) == 0

@@ -14,8 +14,7 @@ from ._block_mask_types import MaskedBatch, MaskInputs, MaskSpec
 from ._device_triton import on_device
 from .philox import Stream, split_seed
 
-PREFIX = tl.constexpr(int(Stream.PREFIX))
-SUFFIX = tl.constexpr(int(Stream.SUFFIX))
+PREFIX, SUFFIX = (tl.constexpr(int(stream)) for stream in (Stream.PREFIX, Stream.SUFFIX))
 IGNORE = tl.constexpr(-100)
 
 # Arguments that change from batch to batch; one compilation serves them all.
@@ -36,8 +35,7 @@ def _list_rows(
         inside = seq < S
         index, start, length, factor = choose_block(seq, inside, sequences, max_blocks, key, PLAN)
         _, rate24, _, _, marks = draw_marks(
-            seq, inside, start, length, sequences, key, PLAN, BLOCK_B
-        )
+            seq, inside, start, length, sequences, key, PLAN, BLOCK_B)
         marks = marks & inside[:, None]
         ones = marks.to(tl.int64)
         count = tl.sum(ones, axis=1)
@@ -87,8 +85,7 @@ def _write_tokens(
     inside = seq < S
     _, start, length, _ = choose_block(seq, inside, sequences, max_blocks, key, PLAN)
     draw, rate24, flip, force, _ = draw_marks(
-        seq, inside, start, length, sequences, key, PLAN, BLOCK_B
-    )
+        seq, inside, start, length, sequences, key, PLAN, BLOCK_B)
     prompt = tl.load(sequences[2] + seq)
     end = prompt + tl.load(sequences[3] + seq)
     sample = tl.load(sequences[4] + seq)
@@ -123,14 +120,11 @@ def _block_mask_fwd_kernel(
 ):
     key = (key_low, key_high)
     if tl.program_id(0) == 0:
-        _list_rows(
-            ids_ptr, rows_out, sequences_out, sequences, S, R, max_blocks, key,
-            PLAN, BLOCK_B, BLOCK_Q,
-        )
+        _list_rows(ids_ptr, rows_out, sequences_out, sequences, S, R, max_blocks, key,
+                   PLAN, BLOCK_B, BLOCK_Q)
     else:
-        _write_tokens(
-            ids_ptr, tokens_out, sequences, S, chunks, max_blocks, key, PLAN, BLOCK_B, BLOCK_T
-        )
+        _write_tokens(ids_ptr, tokens_out, sequences, S, chunks, max_blocks, key,
+                      PLAN, BLOCK_B, BLOCK_T)
 
 
 def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:

@@ -17,9 +17,7 @@ def cross_entropy_rows_(
     target: Tensor,  # [N] int64 in [0, V)
     row_weight: Tensor,  # [N] fp32
     smoothing: Tensor | float,  # [N] fp32
-    softcap: float | None,
-    excluded_id: int | None,
-    want_grad: bool,
+    softcap: float | None, excluded_id: int | None, want_grad: bool,
 ) -> Tensor:  # [N] fp32 (fp64 for fp64)
     """The unweighted loss of each row; with want_grad, logits end as row_weight * (d loss / d
     logits), else undefined."""
@@ -39,13 +37,10 @@ def cross_entropy_rows_(
 
 def _block_(
     values: Tensor,  # [n, V] fp32 or fp64
-    target: Tensor,  # [n, 1]
-    weight: Tensor | None,  # [n]; None: no gradient
-    smoothing: Tensor | float,  # [n]
-    softcap: float | None,
-    excluded_id: int | None,
+    target: Tensor, weight: Tensor | None, smoothing: Tensor | float,  # [n, 1], [n], [n]
+    softcap: float | None, excluded_id: int | None,
 ) -> Tensor:  # [n]
-    """A block of `cross_entropy_rows_`, whose values become their gradient in place."""
+    """A block of `cross_entropy_rows_`; no weight: no gradient."""
     want_grad, smooth = weight is not None, isinstance(smoothing, Tensor) or smoothing > 0
     slope = None
     if softcap is not None:

@@ -92,12 +92,8 @@ def _cross_entropy_rows_kernel(
 
 def cross_entropy_rows_(
     logits: Tensor,  # [N, V], contiguous along V, scratch
-    target: Tensor,  # [N]
-    row_weight: Tensor,  # [N]
-    smoothing: Tensor | float,  # [N]
-    softcap: float | None,
-    excluded_id: int | None,
-    want_grad: bool,
+    target: Tensor, row_weight: Tensor, smoothing: Tensor | float,  # [N]
+    softcap: float | None, excluded_id: int | None, want_grad: bool,
 ) -> Tensor:  # [N] fp32
     """As in _cross_entropy_torch.py; the loss is 0 where row_weight is 0."""
     size, vocabulary = logits.shape

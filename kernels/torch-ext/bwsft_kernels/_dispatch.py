@@ -28,12 +28,12 @@ def graph_break(fn: Callable) -> Callable:
     return call
 
 
-def wants_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd will ask for the gradient of one of the tensors."""
+def tracked(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed from the tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def check_floating(**tensors: Tensor | None) -> None:
+def check_float(**tensors: Tensor | None) -> None:
     """ValueError for a tensor that is distributed, no floating-point one, or on another device
     than the first: a kernel would read its address on the wrong GPU. None passes."""
     distributed = sys.modules.get("torch.distributed.tensor")
@@ -48,7 +48,7 @@ def check_floating(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device}, but {first} on {device}: move it")
 
 
-def first_derivative_only(name: str) -> Callable[[Callable], Callable]:
+def once_differentiable(name: str) -> Callable[[Callable], Callable]:
     """Decorator of a backward: what it returns raises where it is differentiated again, as a
     gradient penalty does. Without it the second derivative would silently be 0."""
 

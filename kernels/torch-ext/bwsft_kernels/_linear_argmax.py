@@ -82,8 +82,7 @@ def linear_argmax(
     check_head(input, linear_weight, linear_bias)
     options = _options(
         banned_ids, mask_id, subs, temperature, gumbel, want, softcap, round_logits,
-        len(linear_weight),
-    )
+        len(linear_weight))
     dtype = matmul_dtype(input, linear_weight, linear_bias)
     x = input.reshape(-1, input.shape[-1]).to(dtype)
     noise = _noise_key(gumbel, input) if temperature > 0 else None
@@ -128,10 +127,7 @@ def _options(
     )
 
 
-def _noise_key(
-    key: GumbelKey,
-    input: Tensor,  # [..., D]
-) -> Tensor:  # [5, N] int64
+def _noise_key(key: GumbelKey, input: Tensor) -> Tensor:  # [..., D] -> [5, N] int64
     """Position, step, request and the two key words of each row."""
     shape, rows = input.shape[:-1], []
     for name in ("position", "step", "request"):

@@ -16,14 +16,7 @@ from ._tuning import Tile, tuned
 
 # Slots of the partial results, fp32 [P, SLOTS, N]. TOP, SUM and MEAN belong to the softmax, FIRST
 # and SECOND are the two best candidates, BEST the one chosen (with noise) and RAW its logit.
-TOP = tl.constexpr(0)
-SUM = tl.constexpr(1)
-MEAN = tl.constexpr(2)
-FIRST = tl.constexpr(3)
-SECOND = tl.constexpr(4)
-BEST = tl.constexpr(5)
-RAW = tl.constexpr(6)
-SLOTS = tl.constexpr(7)
+TOP, SUM, MEAN, FIRST, SECOND, BEST, RAW, SLOTS = map(tl.constexpr, range(8))
 
 MERGE_TILES = 128
 MERGE_ROWS = 8

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._cross_entropy_torch import cross_entropy_rows_
-from ._dispatch import first_derivative_only, graph_break, triton_implementation, wants_grad
+from ._dispatch import graph_break, once_differentiable, tracked, triton_implementation
 from ._linear_cross_entropy_args import (
     LossOptions,
     SelectedRows,
@@ -69,10 +69,9 @@ def linear_cross_entropy(
         row_weight = per_row(row_weight, "row_weight", target, options.wide)
         smoothing = per_row(label_smoothing, "label_smoothing", target, options.wide)
         rows = select_rows(
-            target, row_weight, smoothing, ignore_index, num_rows, options, vocabulary
-        )
+            target, row_weight, smoothing, ignore_index, num_rows, options, vocabulary)
     tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
-    if wants_grad(*tensors):
+    if tracked(*tensors):
         return _LinearCrossEntropy.apply(*tensors, rows, options, target.shape)
     return _reduce(_losses(*tensors, rows, options), rows, options, target.shape)
 
@@ -82,13 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,  # [T, D]
-        weight: Tensor,  # [V, D]
-        bias: Tensor | None,  # [V]
-        rows: SelectedRows,
-        options: LossOptions,
-        shape: torch.Size,  # of the target
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
+        rows: SelectedRows, options: LossOptions, shape: torch.Size,  # of the target
     ) -> Tensor:
         ctx.rows, ctx.options = rows, options
         ctx.like = [None if t is None else (t.shape, t.dtype) for t in (x, weight, bias)]
@@ -101,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _reduce(loss, rows, options, shape)
 
     @staticmethod
-    @first_derivative_only("linear_cross_entropy")
+    @once_differentiable("linear_cross_entropy")
     def backward(ctx, upstream: Tensor):  # a scalar, or shaped as the target
         rows, options = ctx.rows, ctx.options
         if options.reduction == "none":
@@ -111,9 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             # Out of place: a second backward must find the saved gradients as they were.
             grads = [None if grad is None else grad * upstream for grad in ctx.saved_tensors]
-        grads = [
-            None if g is None else g.to(like[1]) for g, like in zip(grads, ctx.like, strict=True)
-        ]
+        pairs = zip(grads, ctx.like, strict=True)
+        grads = [None if grad is None else grad.to(like[1]) for grad, like in pairs]
         if grads[0] is not None:
             full = grads[0].new_zeros(ctx.like[0][0])
             grads[0] = full.index_copy_(0, rows.index, grads[0])
@@ -122,9 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _reduce(
     loss: Tensor,  # [N] unweighted
-    rows: SelectedRows,
-    options: LossOptions,
-    shape: torch.Size,
+    rows: SelectedRows, options: LossOptions, shape: torch.Size,
 ) -> Tensor:  # a scalar, or of `shape`
     # A row without weight adds 0, even if its loss isn't finite.
     loss = torch.where(rows.weight == 0, 0, loss * rows.weight)
@@ -136,11 +127,8 @@ def _reduce(
 
 
 def _losses(
-    x: Tensor,  # [T, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    rows: SelectedRows,
-    options: LossOptions,
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
+    rows: SelectedRows, options: LossOptions,
 ) -> Tensor:  # [N]
     """Unweighted loss where no gradient is wanted: on a GPU without logits in memory."""
     kernels = triton_implementation(options.impl, x, "_linear_cross_entropy_fwd_triton")
@@ -149,14 +137,11 @@ def _losses(
     x, weight = x.index_select(0, rows.index).to(options.dtype), weight.to(options.dtype)
     bias = None if bias is None else bias.to(options.dtype)
     return kernels.head_loss(
-        x, weight, bias, rows.target, rows.smoothing, options.softcap, options.excluded_id
-    )
+        x, weight, bias, rows.target, rows.smoothing, options.softcap, options.excluded_id)
 
 
 def _sweep(
-    x: Tensor,  # [T, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
     rows: SelectedRows,
     row_weight: Tensor,  # [N]
     options: LossOptions,
@@ -206,18 +191,15 @@ def _sweep(
 
 def _kernels(impl: str, x: Tensor) -> tuple[Callable, Callable]:
     """(row kernel, function for the input's gradient)."""
-    rows_triton = triton_implementation(impl, x, "_cross_entropy_triton")
-    split_triton = triton_implementation(impl, x, "_linear_cross_entropy_bwd_triton")
-    return (
-        rows_triton.cross_entropy_rows_ if rows_triton else cross_entropy_rows_,
-        split_triton.grad_input if split_triton else product,
+    rows, split = (
+        triton_implementation(impl, x, name)
+        for name in ("_cross_entropy_triton", "_linear_cross_entropy_bwd_triton")
     )
+    return (rows.cross_entropy_rows_ if rows else cross_entropy_rows_,
+            split.grad_input if split else product)
 
 
-def _fit_range(
-    row_weight: Tensor,  # [N]
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
+def _fit_range(row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:  # [N], []
     """(row weights for the row kernel, factor that undoes the change or None).
 
     In fp16, w * p of a typical row is below the smallest number, 6e-8, and a loss scale may come as

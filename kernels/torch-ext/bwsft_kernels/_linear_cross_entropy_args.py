@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import check_floating, require
+from ._dispatch import check_float, require
 from ._matmul import autocast_dtype
 
 
@@ -39,22 +39,15 @@ class SelectedRows(NamedTuple):
     smoothing: Tensor | float  # [N]
 
 
-def check_head(
-    input: Tensor,  # [..., D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-) -> None:
+def check_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """ValueError for shapes, dtypes and kinds of tensors that a linear head can't take."""
-    check_floating(input=input, linear_weight=weight, linear_bias=bias)
+    check_float(input=input, linear_weight=weight, linear_bias=bias)
     if weight.dim() != 2 or weight.numel() == 0:
-        raise ValueError(
-            f"linear_weight must be [V, D] and not empty, not {list(weight.shape)}; "
-            "a head sharded by FSDP or ZeRO-3 must be gathered first"
-        )
+        raise ValueError(f"linear_weight must be [V, D] and not empty, not {list(weight.shape)}; "
+                         "a head sharded by FSDP or ZeRO-3 must be gathered first")
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"input {list(input.shape)} must end in the {weight.shape[1]} columns of linear_weight"
-        )
+        raise ValueError(f"input {list(input.shape)} must end in the {weight.shape[1]} columns of "
+                         "linear_weight")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_bias must be [{len(weight)}], not {list(bias.shape)}")
 
@@ -67,12 +60,8 @@ def check_target(target: Tensor, input: Tensor) -> None:
 
 
 def check_options(
-    reduction: str,
-    softcap: float | None,
-    excluded_id: int | None,
-    chunk_bytes: int,
-    label_smoothing: float | Tensor,
-    vocabulary: int,
+    reduction: str, softcap: float | None, excluded_id: int | None, chunk_bytes: int,
+    label_smoothing: float | Tensor, vocabulary: int,
 ) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}')
@@ -102,10 +91,8 @@ def matmul_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dt
 
 
 def per_row(
-    value: Tensor | float | None,  # [...] as target
-    name: str,
-    target: Tensor,  # [...]
-    dtype: torch.dtype,
+    value: Tensor | float | None, name: str,  # [...]
+    target: Tensor, dtype: torch.dtype,  # [...]
 ) -> Tensor | float:  # [T], 1.0 for None; a number stays one
     if value is None:
         return 1.0
@@ -119,13 +106,8 @@ def per_row(
 
 
 def select_rows(
-    target: Tensor,  # [...]
-    row_weight: Tensor | float,  # [T]
-    smoothing: Tensor | float,  # [T]
-    ignore_index: int,
-    num_rows: int | None,
-    options: LossOptions,
-    vocabulary: int,
+    target: Tensor, row_weight: Tensor | float, smoothing: Tensor | float,  # [...], [T], [T]
+    ignore_index: int, num_rows: int | None, options: LossOptions, vocabulary: int,
 ) -> SelectedRows:
     """The rows to multiply: those with a target and a weight, or a list's first num_rows."""
     target = target.reshape(-1).long()

@@ -86,8 +86,7 @@ def head_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
     target: Tensor,  # [N] in [0, V)
     smoothing: Tensor | float,  # [N] fp32
-    softcap: float | None,
-    excluded_id: int | None,
+    softcap: float | None, excluded_id: int | None,
 ) -> Tensor:  # [N] fp32
     """The sums of _cross_entropy_torch.py, from unrounded fp32 logits."""
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))

@@ -39,10 +39,7 @@ def plan_chunks(size: int, row_bytes: int, budget: int) -> list[tuple[int, int]]
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def product(
-    a: Tensor,  # [N, V]
-    b: Tensor,  # [V, D]
-) -> Tensor:  # [N, D]
+def product(a: Tensor, b: Tensor) -> Tensor:  # [N, V], [V, D] -> [N, D]
     """a @ b in fp32 (fp64 for fp64). On a CPU, bf16 factors round the result once; fp16 factors
     are widened first, because the rounded sum of many rows can exceed 65504."""
     wide = torch.promote_types(a.dtype, torch.float32)
@@ -53,21 +50,15 @@ def product(
     return torch.mm(a, b).to(wide)
 
 
-def add_product_(
-    total: Tensor,  # [V, D] fp32, or fp64 for fp64 factors
-    a: Tensor,  # [V, N]
-    b: Tensor,  # [N, D]
-) -> Tensor:
-    """total += a @ b."""
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:  # [V, D], [V, N], [N, D]
+    """total += a @ b; total is fp32, or fp64 for fp64 factors."""
     if a.dtype == total.dtype:
         return torch.addmm(total, a, b, out=total)  # FlopCounterMode doesn't know addmm_
     return total.add_(product(a, b))
 
 
 def wide_logits(
-    x: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
 ) -> Tensor:  # [N, V]
     """x @ weight.T + bias in fp32 (fp64 for fp64), never rounded to 16 bits.
 

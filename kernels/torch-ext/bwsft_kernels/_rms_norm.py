@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from . import torch_ops
-from ._dispatch import (
-    check_floating,
-    first_derivative_only,
-    graph_break,
-    triton_implementation,
-    wants_grad,
-)
+from ._dispatch import check_float, graph_break, once_differentiable, tracked, triton_implementation
 
 
 @graph_break
@@ -38,27 +32,24 @@ def rms_norm(
     kernels = triton_implementation(impl, x, "_rms_norm_triton")
     if kernels is not None and len(weight) > kernels.MOST_D:
         if impl == "triton":
-            raise ValueError(
-                f'impl="triton" can\'t be used: x has {len(weight)} columns, more than '
-                f'{kernels.MOST_D}; use impl="auto" or "torch"'
-            )
+            raise ValueError(f'impl="triton" can\'t be used: x has {len(weight)} columns, more '
+                             f'than {kernels.MOST_D}; use impl="auto" or "torch"')
         kernels = None
     if kernels is None:
         return torch_ops.rms_norm(x, weight, eps, residual)
     rows = x.reshape(-1, len(weight))
     other = None if residual is None else residual.reshape(rows.shape)
-    if wants_grad(x, weight, residual):
+    if tracked(x, weight, residual):
         normed, *total = _RmsNorm.apply(rows, weight, eps, other, kernels)
     else:
         normed, *total, _ = kernels.rms_norm_fwd(rows, weight, eps, other)
-    if residual is None:
-        return normed.view(x.shape)
-    return normed.view(x.shape), total[0].view(x.shape)
+    normed = normed.view(x.shape)
+    return normed if residual is None else (normed, total[0].view(x.shape))
 
 
 def _check(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> None:
     named = {"x": x, "weight": weight, "residual": residual}
-    check_floating(**named)
+    check_float(**named)
     if weight.dim() != 1 or len(weight) == 0:
         raise ValueError(f"weight must be [D] and not empty, not {list(weight.shape)}")
     if x.dim() == 0 or x.shape[-1] != len(weight):
@@ -76,12 +67,8 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,  # [N, D]
-        weight: Tensor,  # [D]
-        eps: float,
-        residual: Tensor | None,  # [N, D]
-        kernels: ModuleType,
+        ctx, x: Tensor, weight: Tensor, eps: float,  # [N, D], [D]
+        residual: Tensor | None, kernels: ModuleType,  # [N, D]
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         normed, *total, scale = kernels.rms_norm_fwd(x, weight, eps, residual)
@@ -93,14 +80,12 @@ class _RmsNorm(torch.autograd.Function):
         return normed, *total
 
     @staticmethod
-    @first_derivative_only("rms_norm")
+    @once_differentiable("rms_norm")
     def backward(ctx, grad: Tensor | None, total_grad: Tensor | None = None):  # each [N, D]
         want_x, want_weight, _, want_residual, _ = ctx.needs_input_grad
-        out, weight_grad = total_grad, None
+        out, weight_grad, bwd = total_grad, None, ctx.kernels.rms_norm_bwd
         if grad is not None:
-            out, weight_grad = ctx.kernels.rms_norm_bwd(
-                grad, total_grad, *ctx.saved_tensors, want_weight
-            )
+            out, weight_grad = bwd(grad, total_grad, *ctx.saved_tensors, want_weight)
         x_grad, residual_grad = (
             out.to(dtype) if wanted and out is not None else None
             for wanted, dtype in zip((want_x, want_residual), ctx.dtypes, strict=True)

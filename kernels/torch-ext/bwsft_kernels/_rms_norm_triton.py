@@ -80,9 +80,7 @@ def _shape_of(hidden: int) -> dict:
 
 
 def rms_norm_fwd(
-    x: Tensor,  # [N, D] fp32 or 16 bits
-    weight: Tensor,  # [D]
-    eps: float,
+    x: Tensor, weight: Tensor, eps: float,  # [N, D] fp32 or 16 bits, [D]
     residual: Tensor | None,  # [N, D]
 ) -> tuple[Tensor, ...]:  # [N, D], [N, D], [N, 1] fp32
     """Normed, x + residual where there is one, and 1 / rms."""
@@ -105,9 +103,7 @@ def rms_norm_fwd(
 def rms_norm_bwd(
     grad: Tensor,  # [N, D] of normed
     total_grad: Tensor | None,  # [N, D] of total, where it is used elsewhere
-    total: Tensor,  # [N, D] that was normed
-    weight: Tensor,  # [D]
-    scale: Tensor,  # [N, 1] 1 / rms of total
+    total: Tensor, weight: Tensor, scale: Tensor,  # [N, D], [D], [N, 1] 1 / rms of total
     want_weight: bool,
 ) -> tuple[Tensor, Tensor | None]:  # [N, D], [D]
     """Gradients of total, and of weight if wanted.

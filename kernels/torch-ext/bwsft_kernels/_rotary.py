@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from . import torch_ops
-from ._dispatch import (
-    check_floating,
-    first_derivative_only,
-    graph_break,
-    triton_implementation,
-    wants_grad,
-)
+from ._dispatch import check_float, graph_break, once_differentiable, tracked, triton_implementation
 
 
 @graph_break
@@ -39,7 +33,7 @@ def rotary(
         return torch_ops.rotary(q, k, cos, sin)
     q_tokens, k_tokens = (None if t is None else t.reshape(-1, *t.shape[-2:]) for t in (q, k))
     tables = [t.reshape(-1, q.shape[-1] // 2) for t in (cos, sin)]
-    if wants_grad(q, k):
+    if tracked(q, k):
         q_out, k_out = _Rotary.apply(q_tokens, k_tokens, *tables, False, kernels)
     else:
         q_out, k_out = kernels.rotate(q_tokens, k_tokens, *tables, False)
@@ -47,23 +41,20 @@ def rotary(
 
 
 def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
-    check_floating(q=q, cos=cos, sin=sin, k=k)
+    check_float(q=q, cos=cos, sin=sin, k=k)
     if q.dim() < 2 or q.shape[-1] % 2 or 0 in q.shape[-2:]:
         raise ValueError(f"q must be [..., H, E] with heads and an even E, not {list(q.shape)}")
     if k is not None:
         fits = k.dim() == q.dim() and k.dtype == q.dtype and k.shape[-2] > 0
         if not fits or _but_heads(k) != _but_heads(q):
-            raise ValueError(
-                f"k must be {q.dtype} [..., K, E] with the rows and width of q {list(q.shape)}, "
-                f"not {k.dtype} {list(k.shape)}"
-            )
+            raise ValueError(f"k must be {q.dtype} [..., K, E] with the rows and width of q "
+                             f"{list(q.shape)}, not {k.dtype} {list(k.shape)}")
     table = (*q.shape[:-2], 1, q.shape[-1] // 2)
     wide = torch.promote_types(q.dtype, torch.float32)
     for name, value in (("cos", cos), ("sin", sin)):
         if value.shape != table or value.dtype != wide:
             raise ValueError(
-                f"{name} must be {wide} {list(table)}, not {value.dtype} {list(value.shape)}"
-            )
+                f"{name} must be {wide} {list(table)}, not {value.dtype} {list(value.shape)}")
         if value.requires_grad:
             raise ValueError(f"{name} gets no gradient: detach it")
 
@@ -77,13 +68,9 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        q: Tensor | None,  # [T, H, E]
-        k: Tensor | None,  # [T, K, E]
-        cos: Tensor,  # [T, E / 2]
-        sin: Tensor,  # [T, E / 2]
-        inverse: bool,
-        kernels: ModuleType,
+        ctx, q: Tensor | None, k: Tensor | None,  # [T, H, E], [T, K, E]
+        cos: Tensor, sin: Tensor,  # [T, E / 2]
+        inverse: bool, kernels: ModuleType,
     ) -> tuple[Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
@@ -94,7 +81,7 @@ class _Rotary(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_derivative_only("rotary")
+    @once_differentiable("rotary")
     def backward(ctx, q_grad: Tensor | None, k_grad: Tensor | None):  # [T, H, E], [T, K, E]
         grads = ctx.kernels.rotate(q_grad, k_grad, *ctx.saved_tensors, not ctx.inverse)
         return *grads, None, None, None, None

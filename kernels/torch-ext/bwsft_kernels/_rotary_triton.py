@@ -61,10 +61,8 @@ def _near(x: Tensor) -> Tensor:
 
 
 def rotate(
-    q: Tensor | None,  # [T, H, E] fp32 or 16 bits
-    k: Tensor | None,  # [T, K, E]
-    cos: Tensor,  # [T, E / 2] fp32
-    sin: Tensor,  # [T, E / 2]
+    q: Tensor | None, k: Tensor | None,  # [T, H, E], [T, K, E] fp32 or 16 bits
+    cos: Tensor, sin: Tensor,  # [T, E / 2] fp32
     inverse: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both rotated, or rotated back."""

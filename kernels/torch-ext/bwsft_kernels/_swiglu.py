@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from . import torch_ops
-from ._dispatch import (
-    check_floating,
-    first_derivative_only,
-    graph_break,
-    triton_implementation,
-    wants_grad,
-)
+from ._dispatch import check_float, graph_break, once_differentiable, tracked, triton_implementation
 
 
 @graph_break
@@ -27,17 +21,15 @@ def swiglu(
 ) -> Tensor:  # [..., M]
     """Multiply up by silu(gate), which is rounded to its dtype before the product, as torch's two
     operators do. ValueError for tensors that don't fit together."""
-    check_floating(gate=gate, up=up)
+    check_float(gate=gate, up=up)
     if gate.dim() == 0 or gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"gate and up must be [..., M] of one shape and dtype, not {gate.dtype} "
-            f"{list(gate.shape)} and {up.dtype} {list(up.shape)}"
-        )
+        raise ValueError(f"gate and up must be [..., M] of one shape and dtype, not {gate.dtype} "
+                         f"{list(gate.shape)} and {up.dtype} {list(up.shape)}")
     kernels = triton_implementation(impl, gate, "_swiglu_triton")
     if kernels is None:
         return torch_ops.swiglu(gate, up)
     rows = [t.reshape(-1, t.shape[-1]) if t.numel() else t.reshape(0, 1) for t in (gate, up)]
-    if wants_grad(gate, up):
+    if tracked(gate, up):
         return _Swiglu.apply(*rows, kernels).view(gate.shape)
     return kernels.swiglu_fwd(*rows).view(gate.shape)
 
@@ -52,7 +44,7 @@ class _Swiglu(torch.autograd.Function):
         return kernels.swiglu_fwd(gate, up)
 
     @staticmethod
-    @first_derivative_only("swiglu")
+    @once_differentiable("swiglu")
     def backward(ctx, grad: Tensor):  # [N, M]
         gate_grad, up_grad = ctx.kernels.swiglu_bwd(grad, *ctx.saved_tensors)
         wanted = ctx.needs_input_grad

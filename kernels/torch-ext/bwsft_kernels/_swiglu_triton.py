@@ -59,10 +59,7 @@ def _launch(kernel: KernelInterface, inputs: Sequence[Tensor], outputs: Sequence
             )
 
 
-def swiglu_fwd(
-    gate: Tensor,  # [N, M] fp32 or 16 bits
-    up: Tensor,  # [N, M] as gate
-) -> Tensor:  # [N, M]
+def swiglu_fwd(gate: Tensor, up: Tensor) -> Tensor:  # all [N, M], fp32 or 16 bits
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _launch(_swiglu_fwd_kernel, (gate, up), (out,))
     return out

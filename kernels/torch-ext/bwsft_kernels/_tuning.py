@@ -34,38 +34,22 @@ ANY_ROWS = 1 << 40
 # "noise" keeps 32 results a thread: with 64, Philox and two logarithms spill 50 to 340 bytes.
 TABLE = {
     ("loss", 80, 2): (
-        (16, Tile(16, 128, 128, 4, 4)),
-        (32, Tile(32, 128, 128, 4, 3)),
-        (64, Tile(64, 128, 64, 4, 4)),
-        (ANY_ROWS, Tile(128, 128, 64, 4, 3)),
+        (16, Tile(16, 128, 128, 4, 4)), (32, Tile(32, 128, 128, 4, 3)),
+        (64, Tile(64, 128, 64, 4, 4)), (ANY_ROWS, Tile(128, 128, 64, 4, 3)),
     ),
-    ("loss", 90, 2): (
-        (64, Tile(64, 128, 64, 4, 4)),
-        (ANY_ROWS, Tile(128, 128, 64, 8, 4)),
-    ),
-    ("loss", SAFE, 2): (
-        (16, Tile(16, 128, 64, 4, 3)),
-        (ANY_ROWS, Tile(64, 128, 32, 4, 4)),
-    ),
+    ("loss", 90, 2): ((64, Tile(64, 128, 64, 4, 4)), (ANY_ROWS, Tile(128, 128, 64, 8, 4))),
+    ("loss", SAFE, 2): ((16, Tile(16, 128, 64, 4, 3)), (ANY_ROWS, Tile(64, 128, 32, 4, 4))),
     ("noise", 80, 2): (
-        (16, Tile(16, 128, 128, 4, 4)),
-        (32, Tile(32, 128, 128, 4, 3)),
+        (16, Tile(16, 128, 128, 4, 4)), (32, Tile(32, 128, 128, 4, 3)),
         (ANY_ROWS, Tile(64, 128, 64, 8, 4)),
     ),
     ("noise", 90, 2): ((ANY_ROWS, Tile(64, 128, 64, 8, 4)),),
-    ("noise", SAFE, 2): (
-        (16, Tile(16, 128, 64, 4, 3)),
-        (ANY_ROWS, Tile(64, 64, 32, 4, 4)),
-    ),
+    ("noise", SAFE, 2): ((16, Tile(16, 128, 64, 4, 3)), (ANY_ROWS, Tile(64, 64, 32, 4, 4))),
     ("grad_input", 80, 2): (
-        (32, Tile(32, 128, 64, 4, 4)),
-        (64, Tile(64, 128, 64, 4, 3)),
+        (32, Tile(32, 128, 64, 4, 4)), (64, Tile(64, 128, 64, 4, 3)),
         (ANY_ROWS, Tile(128, 128, 64, 8, 3)),
     ),
-    ("grad_input", 90, 2): (
-        (64, Tile(64, 128, 64, 4, 4)),
-        (ANY_ROWS, Tile(128, 256, 64, 8, 3)),
-    ),
+    ("grad_input", 90, 2): ((64, Tile(64, 128, 64, 4, 4)), (ANY_ROWS, Tile(128, 256, 64, 8, 3))),
     ("grad_input", SAFE, 2): ((ANY_ROWS, Tile(64, 64, 64, 4, 3)),),
 }
 # As "loss", but softcap and entropy together spill 750 bytes with 4 warps at 128 x 128 on sm_80.

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 ORIGINS = ("response", "absolute")
@@ -59,16 +58,12 @@ class BlockGrid:
 
 
 def _max(a: Ints, b: Ints) -> Ints:
-    tensors = _tensors(a, b)
-    return torch.maximum(*tensors) if tensors else max(a, b)
+    if isinstance(a, Tensor):
+        return a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
 def _min(a: Ints, b: Ints) -> Ints:
-    tensors = _tensors(a, b)
-    return torch.minimum(*tensors) if tensors else min(a, b)
-
-
-def _tensors(*values: Ints) -> list[Tensor]:
-    """All as tensors on the device of the first one; none if all are ints."""
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    return [] if device is None else [torch.as_tensor(v, device=device) for v in values]
+    if isinstance(a, Tensor):
+        return a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)

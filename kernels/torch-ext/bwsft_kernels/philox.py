@@ -59,14 +59,6 @@ def philox_words(
     return c0, c1, c2, c3
 
 
-def philox4x32(
-    counter: Tensor,  # [..., 4] int64 of uint32 values
-    key: Sequence[Ints],  # low and high word
-) -> Tensor:  # [..., 4]
-    """The four words of each counter, stacked."""
-    return torch.stack(philox_words(counter.unbind(-1), key), dim=-1)
-
-
 def split_seed(seed: int) -> tuple[int, int]:
     """The key words of a 64-bit seed; a negative seed counts as its two's complement."""
     return seed & MASK32, (seed >> 32) & MASK32
@@ -99,15 +91,12 @@ def philox_u24(
 
 def philox_uniform(
     position: Ints, draw: Ints, sample_id: Ints, *, seed: int, stream: int
-) -> Tensor:
+) -> Tensor:  # fp32
     """Uniform fp32 numbers in [0, 1), multiples of 2^-24; arguments as in `philox_u24`."""
     return philox_u24(position, draw, sample_id, seed=seed, stream=stream).float() * 2.0**-24
 
 
-def gumbel_key(
-    seed: int,
-    request: Tensor,  # [N] int64
-) -> tuple[Tensor, Tensor]:  # each [N]
+def gumbel_key(seed: int, request: Tensor) -> tuple[Tensor, Tensor]:  # [N] int64, as both words
     """Key words of the Gumbel noise of requests.
 
     They are words 0 and 1 of the block with counter (0, 0, request >> 32, GUMBEL << 24) under the
@@ -120,9 +109,7 @@ def gumbel_key(
 
 def gumbel_u24(
     num_ids: int,
-    position: Tensor,  # [N] int64
-    step: Tensor,  # [N]
-    request: Tensor,  # [N]
+    position: Tensor, step: Tensor, request: Tensor,  # [N] int64
     key: Sequence[Tensor],  # 2 words, each [N]
 ) -> Tensor:  # [N, num_ids]
     """u24 of every vocabulary id.

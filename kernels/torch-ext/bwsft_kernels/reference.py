@@ -22,12 +22,10 @@ def linear_cross_entropy(
     target: Tensor,  # [...]
     *,
     linear_bias: Tensor | None = None,  # [V]
-    reduction: str = "mean",
-    ignore_index: int = -100,
+    reduction: str = "mean", ignore_index: int = -100,
     label_smoothing: float | Tensor = 0.0,  # [...]
     row_weight: Tensor | None = None,  # [...]
-    softcap: float | None = None,
-    excluded_id: int | None = None,
+    softcap: float | None = None, excluded_id: int | None = None,
 ) -> Tensor:
     """Full logits, loss and gradient by autograd, in the dtype of the input."""
     keep = target != ignore_index
@@ -56,13 +54,9 @@ def linear_argmax(
     linear_weight: Tensor,  # [V, D]
     *,
     linear_bias: Tensor | None = None,  # [V]
-    banned_ids: Collection[int] = (),
-    mask_id: int | None = None,
-    subs: bool = False,
-    temperature: float = 0.0,
-    gumbel_from: GumbelKey | None = None,
-    softcap: float | None = None,
-    round_logits: str | None = None,
+    banned_ids: Collection[int] = (), mask_id: int | None = None, subs: bool = False,
+    temperature: float = 0.0, gumbel_from: GumbelKey | None = None,
+    softcap: float | None = None, round_logits: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # each [...]
     """(token, confidence, entropy, margin)."""
     logits = _logits(input, linear_weight, linear_bias, softcap)
@@ -184,12 +178,8 @@ class _Dice:
 
 
 def _choose(
-    spec: MaskSpec,
-    prompt: int,
-    response: int,
-    number: int,
-    given: int | None,
-    chances: list[int] | None,
+    spec: MaskSpec, prompt: int, response: int, number: int,
+    given: int | None, chances: list[int] | None,
 ) -> tuple[int, int, int, float]:
     """(index, start, length, importance factor) of the active block; number: its u24."""
     origin = prompt if spec.block_origin == "response" else prompt - prompt % spec.block_size
@@ -225,8 +215,7 @@ def _weight(spec: MaskSpec, factor: float, rate24: int, length: int, count: int)
 
 def _assemble(
     ids: Tensor,
-    noisy: list[int],  # [T]
-    labels: list[int],  # [T]
+    noisy: list[int], labels: list[int],  # [T]
     rows: list[tuple[int, float]],  # index and weight of each supervised token
     facts: list[tuple[int, int, int, float, int]],  # [S]
     bound: int,

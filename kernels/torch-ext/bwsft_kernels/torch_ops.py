@@ -23,11 +23,8 @@ def rms_norm(
     return normed if residual is None else (normed, total)
 
 
-def unit_rows(
-    x: Tensor,  # [..., D]
-    eps: float,
-) -> tuple[Tensor, Tensor]:  # [..., D] in the dtype of x, [..., 1] in at least fp32
-    """(x / rms(x), 1 / rms(x))."""
+def unit_rows(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # [..., D] -> [..., D], [..., 1]
+    """(x / rms(x) in the dtype of x, 1 / rms(x) in at least fp32)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype), scale
@@ -36,27 +33,19 @@ def unit_rows(
 def rotary(
     q: Tensor,  # [..., H, E]
     k: Tensor | None,  # [..., K, E]
-    cos: Tensor,  # [..., 1, E / 2]
-    sin: Tensor,  # [..., 1, E / 2]
+    cos: Tensor, sin: Tensor,  # [..., 1, E / 2]
 ) -> tuple[Tensor, Tensor | None]:
     """RoPE that pairs entry i with i + E / 2, computed in the dtype of cos and sin."""
     return rotated(q, cos, sin), None if k is None else rotated(k, cos, sin)
 
 
-def rotated(
-    x: Tensor,  # [..., H, E]
-    cos: Tensor,  # [..., 1, E / 2]
-    sin: Tensor,  # [..., 1, E / 2]
-) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [..., H, E], [..., 1, E / 2] twice
     """One tensor of `rotary`."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     both = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return both.to(x.dtype)
 
 
-def swiglu(
-    gate: Tensor,  # [..., M]
-    up: Tensor,  # [..., M]
-) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:  # all [..., M]
     """silu(gate) * up, silu rounded to the dtype of gate."""
     return F.silu(gate) * up
