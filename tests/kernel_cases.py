@@ -29,6 +29,21 @@ def key_of(n, seed=2**63 + 1):
     return GumbelKey(seed, request=count * 2**31, step=count % 5, position=count + 100)
 
 
+def head_problem(n, v, d, seed, dtype="fp32", scale=1.0):
+    """x [n, d], weight [v, d], bias [v], target [n]; "bf16" numbers are stored as fp32, since
+    Triton's interpreter multiplies bf16 wrongly."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(*shape, generator=generator) for shape in ((n, d), (v, d), (v,))]
+    tensors[0] *= scale
+    if dtype == "bf16":
+        tensors = [t.bfloat16().float() for t in tensors]
+    if dtype == "fp16":
+        tensors = [t.half() for t in tensors]
+    target = torch.randint(v, (n,), generator=generator)
+    target[: n // 3] = torch.tensor([0, v - 1])[torch.arange(n // 3) % 2]  # first and last class
+    return *tensors, target
+
+
 # The small operations: arguments, which of them have a gradient, and the comparison with torch.
 
 

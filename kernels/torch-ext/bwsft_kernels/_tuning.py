@@ -102,7 +102,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 4 for the interpreter's CPU, so that tests meet splits."""
+    """Streaming multiprocessors; 4 for the interpreter's CPU, so that tests get splits."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

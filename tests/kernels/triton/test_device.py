@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import math
-import os
 
 import pytest
 import torch
@@ -29,11 +28,6 @@ from bwsft_kernels._device_triton import (
 )
 from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24
 from triton.runtime.interpreter import InterpretedFunction
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
-)
 
 # Salmon et al. 2011, the authors' known-answer file.
 KNOWN = [
@@ -96,7 +90,7 @@ def _cast_kernel(x_ptr, rounded_ptr, out_ptr, BLOCK: tl.constexpr):
 @pytest.mark.filterwarnings("ignore:overflow")  # fp32 -> fp16 in the interpreter's numpy
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_down_cast_is_that_of_torch(dtype):
-    """Every bf16 number, and its neighbours on both sides of the rounding boundary."""
+    """Every bf16 number, and its neighbors on both sides of the rounding boundary."""
     high = torch.arange(2**16, dtype=torch.int64) << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     bits = (high + low[:, None]).flatten()
