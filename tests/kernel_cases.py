@@ -44,6 +44,21 @@ def head_problem(n, v, d, seed, dtype="fp32", scale=1.0):
     return *tensors, target
 
 
+def past_2_31():
+    """far(values) -> the same fp16 values, row 4 of them 2^31 elements after row 0: an int32 offset
+    would wrap, to a place that exists and holds something else. Memory that nobody touches costs
+    nothing."""
+    torch.use_deterministic_algorithms(False)  # don't fill 8 GB
+    buffer = torch.empty(2**32 + 100, dtype=torch.float16)
+    buffer[:100] = 0
+
+    def far(values):
+        strides = (2**29, *values.stride()[1:])
+        return buffer.as_strided(values.shape, strides, 2**31).copy_(values)
+
+    return far
+
+
 # The small operations: arguments, which of them have a gradient, and the comparison with torch.
 
 

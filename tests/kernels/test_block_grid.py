@@ -57,7 +57,8 @@ def test_tensors_of_shapes_that_broadcast_are_the_ints(grid, lengths):
     expected = [grid.bounds(1, 3, r) for _, r in lengths]
     start, stop = (torch.as_tensor(t).expand(len(lengths)) for t in grid.bounds(1, 3, response))
     assert list(zip(start.tolist(), stop.tolist(), strict=True)) == expected
-    assert grid.index_of(prompt + 4, prompt).tolist() == [grid.index_of(p + 4, p) for p, _ in lengths]
+    expected = [grid.index_of(p + 4, p) for p, _ in lengths]
+    assert grid.index_of(prompt + 4, prompt).tolist() == expected
 
 
 @pytest.mark.parametrize("arguments, message", [((0,), "block_size"), ((4, "prompt"), "origin")])

@@ -259,15 +259,8 @@ def _block_mask_torch(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
     marked = marked.scatter_(0, torch.where(marks.flatten(), index, tokens), True)[:tokens]
     hidden = marked | _hidden(inputs, spec, start, length)
     return MaskedBatch(
-        noisy_ids=torch.where(hidden, spec.mask_id, ids),
-        labels=torch.where(marked, ids, IGNORE),
-        rows=rows,
-        row_target=torch.where(real, ids[rows].long(), IGNORE),
-        row_weight=row_weight,
-        num_rows=count.sum(),
-        block=block,
-        block_start=start,
-        block_length=length,
-        rate=(rate24 * 2.0**-24).float(),
-        count=count,
+        noisy_ids=torch.where(hidden, spec.mask_id, ids), labels=torch.where(marked, ids, IGNORE),
+        rows=rows, row_target=torch.where(real, ids[rows].long(), IGNORE), row_weight=row_weight,
+        num_rows=count.sum(), block=block, block_start=start, block_length=length,
+        rate=(rate24 * 2.0**-24).float(), count=count,
     )

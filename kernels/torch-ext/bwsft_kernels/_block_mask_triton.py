@@ -131,20 +131,13 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
     """`block_mask` on validated inputs, by one kernel launch."""
     ids, num_sequences = inputs.ids.contiguous(), len(inputs.row_start)
     numel, bound = ids.numel(), min(num_sequences * spec.block_size, ids.numel())
-    counts = [torch.empty_like(inputs.row_start) for _ in range(4)]
+    block, start, length, count = (torch.empty_like(inputs.row_start) for _ in range(4))
     rate = torch.empty_like(inputs.row_start, dtype=torch.float32)
     batch = MaskedBatch(
-        noisy_ids=torch.empty_like(ids),
-        labels=torch.empty_like(ids),
-        rows=rate.new_empty(bound, dtype=torch.int64),
-        row_target=rate.new_empty(bound, dtype=torch.int64),
-        row_weight=rate.new_empty(bound),
-        num_rows=rate.new_empty((), dtype=torch.int64),
-        block=counts[0],
-        block_start=counts[1],
-        block_length=counts[2],
-        rate=rate,
-        count=counts[3],
+        noisy_ids=torch.empty_like(ids), labels=torch.empty_like(ids),
+        rows=block.new_empty(bound), row_target=block.new_empty(bound),
+        row_weight=rate.new_empty(bound), num_rows=block.new_empty(()),
+        block=block, block_start=start, block_length=length, rate=rate, count=count,
     )
     choice = inputs.block if inputs.block_weights is None else inputs.block_weights
     sequences = [

@@ -25,15 +25,9 @@ def _head_loss_fwd_kernel(
     HAS_SMOOTHING: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    # The row block runs fastest: its neighbors find the 1 MB tile of w in L2.
-    row_blocks = tl.cdiv(N, BLOCK_N)
-    tile = tl.program_id(0) // row_blocks
-    rows = tl.program_id(0) % row_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    logits = logits_tile(
-        x_ptr, w_ptr, bias_ptr, rows, cols, N, V, D, stride_x, stride_w,
-        CAP, HAS_BIAS, EVEN_D, BLOCK_D,
-    )
+    tile, rows, cols, logits = logits_tile(
+        x_ptr, w_ptr, bias_ptr, N, V, D, stride_x, stride_w,
+        CAP, HAS_BIAS, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
     row_in = rows < N
     target = tl.load(target_ptr + rows, mask=row_in, other=-1).to(tl.int32)
     # One tile owns the target's column; cols past V never match, targets lie in [0, V).

@@ -229,9 +229,7 @@ def _assemble(
         row_target=torch.tensor([flat[row] for row, _ in rows] + [IGNORE] * tail).long(),
         row_weight=torch.tensor([w for _, w in rows] + [0.0] * tail, dtype=torch.float32),
         num_rows=torch.tensor(len(rows)),
-        block=torch.tensor(block).long(),
-        block_start=torch.tensor(start).long(),
-        block_length=torch.tensor(length).long(),
-        rate=torch.tensor(rate).float(),
+        block=torch.tensor(block).long(), block_start=torch.tensor(start).long(),
+        block_length=torch.tensor(length).long(), rate=torch.tensor(rate).float(),
         count=torch.tensor(count).long(),
     )

@@ -111,15 +111,7 @@ def test_a_nan_row_has_a_nan_loss():
 
 
 def test_rows_past_2_31():
-    """Row 4 starts 2^31 elements after row 0; an int32 offset would wrap, to a place that exists
-    here and holds something else. Memory that nobody touches costs nothing."""
-    torch.use_deterministic_algorithms(False)  # don't fill 8 GB
-    buffer = torch.empty(2**32 + 100, dtype=torch.float16)
-    buffer[:100] = 0
-
-    def far(values):
-        return buffer.as_strided(values.shape, (2**29, 1), 2**31).copy_(values)
-
+    far = cases.past_2_31()
     values, x = normal(5, 100).half(), normal(5, 100, seed=1).half()
     rest = torch.arange(5), torch.ones(5), 0.0, None, None, True
     plain, logits = values.clone(), far(values)

@@ -215,16 +215,7 @@ def test_what_is_kept_for_backward(used):
 
 
 def test_rows_past_2_31():
-    """Row 4 starts 2^31 elements after row 0; an int32 offset would wrap, to a place that exists
-    here and holds something else. Memory that nobody touches costs nothing."""
-    torch.use_deterministic_algorithms(False)  # don't fill 8 GB
-    buffer = torch.empty(2**32 + 100, dtype=torch.float16)
-    buffer[:100] = 0
-
-    def far(values):
-        strides = (2**29, *values.stride()[1:])
-        return buffer.as_strided(values.shape, strides, 2**31).copy_(values)
-
+    far = cases.past_2_31()
     one, other = (cases.normal(5, 96, seed=i, dtype=torch.float16) for i in (1, 2))
     weight = torch.ones(96).half()
     expected = rms_norm(one, weight, 1e-5, other, impl="triton")
