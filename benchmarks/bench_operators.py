@@ -18,7 +18,7 @@ from functools import partial
 
 import bwsft_kernels
 import torch
-from bwsft_kernels import torch_ops as plain
+from bwsft_kernels import torch_ops
 from lib import harness, output, shapes
 from lib.launches import Launches, fused_launches
 from lib.small_counts import counted_points, lora_linear
@@ -98,7 +98,7 @@ def kept_bytes(size: str, rows: int, fused: bool) -> int:
 
     # Tensors without values that say they are on a CPU, whose attention keeps what flash attention
     # does; that of the meta device keeps the square of scores.
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True), fused_launches():
         block, arguments = make_layer(size, rows, torch.bfloat16, torch.device("cpu"))
         set_fused(block, fused)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -181,7 +181,7 @@ def small_steps(args, device) -> tuple[dict, dict]:
 
     steps = {
         f"{name}_{kind}": partial(step, getattr(package, name), *calls[name])
-        for name in calls for kind, package in (("naive", plain), ("fused", bwsft_kernels))
+        for name in calls for kind, package in (("naive", torch_ops), ("fused", bwsft_kernels))
     }
     traffic = {"rms_norm": 8 * x.nbytes, "rotary": 4 * (q.nbytes + k.nbytes + tables[0].nbytes),
                "swiglu": 8 * gate.nbytes}

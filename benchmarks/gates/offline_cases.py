@@ -26,8 +26,7 @@ def _mask(full: bool):
     count = torch.full((SEQUENCES,), LENGTH // 2)
     weights = torch.ones(SEQUENCES, 8, dtype=torch.int64) if full else None
     inputs = MaskInputs(
-        torch.empty(SEQUENCES * LENGTH, dtype=torch.int64), count, count, count, count, count,
-        count, None, weights,
+        torch.empty(SEQUENCES * LENGTH, dtype=torch.int64), *[count] * 6, block_weights=weights
     )
     more = dict(pairs=True, prefix_noise=0.1, suffix_leak=0.1, block_origin="absolute")
     spec = MaskSpec(block_size=32, mask_id=V - 1, seed=1 << 40, **(more if full else {}))
@@ -59,15 +58,14 @@ def _stats(dtype, rows: int, full: bool, noise: bool):
     options = ArgmaxOptions(
         banned=(126_081,) if full else (),
         hidden_id=V - 128,
-        temperature=float(noise),
         entropy=full,
         margin=full,
-        softcap=30.0 if full else None,
+        softcap=30.0 if full else 0.0,
         round_bf16=full,
     )
     key = torch.zeros(5, rows, dtype=torch.int64) if noise else None
     bias = torch.empty(V, dtype=dtype) if full else None
-    _linear_argmax_triton.head_argmax(x, head, bias, options, key)
+    _linear_argmax_triton.head_argmax(x, head, bias, options, key, float(noise))
 
 
 def _rms_norm_fwd(dtype, full: bool, hidden: int):
@@ -85,7 +83,7 @@ def _rotary(dtype, full: bool):
     q, table = torch.empty(ROWS, D // HEAD, HEAD, dtype=dtype), torch.empty(ROWS, HEAD // 2)
     # All options: the gradient, of grouped heads that lie apart.
     k = torch.empty(ROWS, 8, 2 * HEAD, dtype=dtype)[..., :HEAD] if full else None
-    _rotary_triton.turn(q, k, table, table, full)
+    _rotary_triton.rotate(q, k, table, table, full)
 
 
 def _swiglu(dtype, full: bool):

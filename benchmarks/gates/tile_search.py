@@ -2,7 +2,7 @@
 
 python benchmarks/gates/tile_search.py [--seconds 60] [--out FILE] [--dry]
 
-For each kernel and number of rows, at LLaDA-8B's head in bf16: the present tile, its neighbours
+For each kernel and number of rows, at LLaDA-8B's head in bf16: the present tile, its neighbors
 (one number doubled, halved or one more or less) that fit the chip, each checked against the present
 tile's result before it is timed. The most valuable cases come first; what was found is written
 after each. Paste only what tests/kernels/test_compile_offline.py then finds free of spills. --dry
@@ -23,7 +23,7 @@ from bwsft_kernels._tuning import Tile
 from bwsft.utils.files import write_atomic
 
 VOCAB, HIDDEN = 126_464, 4096
-# Training first (the gradient of 512 loss rows), then the sampler's rows, then evaluation.
+# Training first (the gradient of 512 supervised rows), then the sampler's rows, then evaluation.
 CASES = (("grad_input", 512), ("stats", 32), ("stats", 16), ("loss", 512), ("grad_input", 1024),
          ("stats", 256), ("grad_input", 64), ("noise", 32))  # fmt: skip
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, _tuning.SAFE: 64 << 10}
@@ -42,7 +42,7 @@ def fits(tile: Tile, arch) -> bool:
     return shared <= SHARED_BYTES[arch] and 4 <= results <= 128 and sizes and tile.warps in (4, 8)
 
 
-def neighbours(tile: Tile, arch) -> list[Tile]:
+def neighbors(tile: Tile, arch) -> list[Tile]:
     """Tiles one step away, the likeliest to help first, all of which fit."""
     found = []
     for field in ("warps", "cols", "rows", "depth"):
@@ -78,9 +78,9 @@ def launcher(kernel: str, rows: int):
         forward = _linear_cross_entropy_fwd_triton.head_loss
         return lambda: forward(x, head, None, target, 0.0, None, None)
     noise = torch.zeros(5, rows, dtype=torch.int64, device="cuda") if kernel == "noise" else None
-    plan = ArgmaxOptions(banned=(), hidden_id=126_336, temperature=float(kernel == "noise"),
-                         entropy=False, margin=False, softcap=None, round_bf16=False)
-    return lambda: _linear_argmax_triton.head_argmax(x, head, None, plan, noise)[1]
+    plan = ArgmaxOptions(banned=(), hidden_id=126_336, entropy=False, margin=False, softcap=0.0,
+                         round_bf16=False)
+    return lambda: _linear_argmax_triton.head_argmax(x, head, None, plan, noise, 1.0)[1]
 
 
 def with_tile(key, tile: Tile, run):
@@ -94,12 +94,12 @@ def with_tile(key, tile: Tile, run):
 
 
 def search(key, rows: int, run, clock, deadline: float) -> dict:
-    """Milliseconds of the present tile and of its neighbours, and an entry if one is faster."""
+    """Milliseconds of the present tile and of its neighbors, and an entry if one is faster."""
     kernel, arch, _ = key
     now = present(kernel, arch, rows)
     truth = with_tile(key, now, run)
     times, failed = {now: with_tile(key, now, lambda: clock(run))}, []
-    for tile in neighbours(now, arch):
+    for tile in neighbors(now, arch):
         if time.monotonic() > deadline:
             break
         try:
@@ -113,7 +113,7 @@ def search(key, rows: int, run, clock, deadline: float) -> dict:
     return {
         "key": [str(part) for part in key], "rows": rows, "present": asdict(now),
         "ms": {str(tile): round(ms, 4) for tile, ms in times.items()}, "failed": failed,
-        # Below 3 % a second run may turn it round.
+        # Below 3 % a second run may reverse it.
         "proposed": f"TABLE[{kernel!r}, {arch!r}, 2]: ({rows}, {best})," if gain > 1.03 else None,
         "gain": round(gain, 3),
     }

@@ -7,15 +7,10 @@ counter outside sees one operator for every launch, and nothing else of it.
 
 import contextlib
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from bwsft_kernels._rms_norm import _forward as norm_fwd
-from bwsft_kernels._rms_norm import rms_norm_bwd
-from bwsft_kernels._rotary import _turn
-from bwsft_kernels._swiglu import _forward as swiglu_fwd
-from bwsft_kernels._swiglu import swiglu_bwd
+from bwsft_kernels import torch_ops
 from lib.harness import CountOperators
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -37,14 +32,14 @@ class Launches(CountOperators):
         return out
 
 
-def _counted(launcher, law):
-    """A stand-in for `launcher` that returns the numbers of `law`."""
+def _counted(launcher, numbers):
+    """A stand-in for `launcher` that returns what `numbers` computes in torch."""
 
     def call(*args):
         with _disable_current_modes():
             with Launches() as operators, _left_out() as kernels:
                 launcher(*args)
-            out = law(*args)
+            out = numbers(*args)
             one = torch.ones(())
         for _ in range(operators.count + len(kernels)):
             one.neg()
@@ -65,21 +60,41 @@ def _left_out():
         yield names
 
 
-def _last(function, *more):
-    return lambda *args: function(*args, *more)
+def _gradients(function, inputs, upstream):
+    """Of the inputs of a function of torch, by autograd."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        return torch.autograd.grad(function(*inputs), inputs, upstream)
 
 
-TWINS = {
-    "_rms_norm_triton": SimpleNamespace(
-        MOST_D=_rms_norm_triton.MOST_D,
-        rms_norm_fwd=_counted(_rms_norm_triton.rms_norm_fwd, _last(norm_fwd, None)),
-        rms_norm_bwd=_counted(_rms_norm_triton.rms_norm_bwd, rms_norm_bwd),
-    ),
-    "_rotary_triton": SimpleNamespace(turn=_counted(_rotary_triton.turn, _last(_turn, None))),
-    "_swiglu_triton": SimpleNamespace(
-        swiglu_fwd=_counted(_swiglu_triton.swiglu_fwd, _last(swiglu_fwd, None)),
-        swiglu_bwd=_counted(_swiglu_triton.swiglu_bwd, swiglu_bwd),
-    ),
+def _norm_fwd(x, weight, eps, residual):
+    total = x if residual is None else x + residual
+    unit, scale = torch_ops.unit_rows(total, eps)
+    return (weight * unit, scale) if residual is None else (weight * unit, total, scale)
+
+
+def _norm_bwd(grad, total_grad, total, weight, scale, want_weight):
+    eps = scale**-2 - total.to(scale.dtype).square().mean(-1, keepdim=True)
+    out, weight_grad = _gradients(
+        lambda x, weight: torch_ops.rms_norm(x, weight, eps), (total, weight), grad
+    )
+    return out if total_grad is None else out + total_grad, weight_grad if want_weight else None
+
+
+def _rotate(q, k, cos, sin, inverse):
+    cos, sin = cos[:, None], (-sin if inverse else sin)[:, None]
+    return tuple(None if t is None else torch_ops.rotated(t, cos, sin) for t in (q, k))
+
+
+def _swiglu_bwd(grad, gate, up):
+    return _gradients(torch_ops.swiglu, (gate, up), grad)
+
+
+MODULES = {"rms_norm": _rms_norm_triton, "rotary": _rotary_triton, "swiglu": _swiglu_triton}
+NUMBERS = {
+    "rms_norm": {"rms_norm_fwd": _norm_fwd, "rms_norm_bwd": _norm_bwd},
+    "rotary": {"rotate": _rotate},
+    "swiglu": {"swiglu_fwd": torch_ops.swiglu, "swiglu_bwd": _swiglu_bwd},
 }
 
 
@@ -87,9 +102,14 @@ TWINS = {
 def fused_launches():
     """Inside, rms_norm, rotary and swiglu count as on a GPU, whatever impl says."""
     with contextlib.ExitStack() as stack:
-        for name in ("rms_norm", "rotary", "swiglu"):
-            module = sys.modules[f"bwsft_kernels._{name}"]
-            stack.enter_context(
-                mock.patch.object(module, "triton_twin", lambda impl, tensor, name: TWINS[name])
-            )
+        for name, triton_module in MODULES.items():
+            public = sys.modules[f"bwsft_kernels._{name}"]
+            stack.enter_context(mock.patch.object(
+                public, "triton_implementation", lambda *_, kernels=triton_module: kernels
+            ))
+            counted = {
+                launcher: _counted(getattr(triton_module, launcher), numbers)
+                for launcher, numbers in NUMBERS[name].items()
+            }
+            stack.enter_context(mock.patch.multiple(triton_module, **counted))
         yield

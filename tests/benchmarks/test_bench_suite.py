@@ -82,9 +82,9 @@ def tiles(monkeypatch):
     return pytest.importorskip("tile_search")
 
 
-def test_neighbours_fit_and_differ(tiles):
+def test_neighbors_fit_and_differ(tiles):
     tile = Tile(128, 128, 64, 8, 3)
-    found = tiles.neighbours(tile, 80)
+    found = tiles.neighbors(tile, 80)
     assert tile not in found and len(found) == len(set(found)) >= 6
     assert Tile(64, 128, 64, 8, 3) in found and Tile(128, 128, 64, 8, 4) in found
     assert Tile(128, 128, 128, 8, 3) not in found  # 192 KB of 163
@@ -94,7 +94,7 @@ def test_neighbours_fit_and_differ(tiles):
 
 def test_a_wrong_tile_and_a_broken_one_are_refused(tiles):
     key, present = ("grad_input", 80, 2), tiles.present("grad_input", 80, 512)
-    best, wrong, broken = tiles.neighbours(present, 80)[:3]
+    best, wrong, broken = tiles.neighbors(present, 80)[:3]
 
     def tile():
         return _tuning.TABLE[key][0][1]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from bwsft_kernels.philox import Stream, philox4x32
+from bwsft_kernels.philox import Stream, philox_words
 
 from bwsft.data.packing import CanvasLayout, Example, order, pack, samples, split_holdout
 
@@ -117,7 +117,7 @@ PINNED = [4, 6, 3, 0, 7, 2, 1, 5]
 def test_order_sorts_philox_words():
     seed, epoch = 2**33 + 5, 3
     counters = torch.tensor([[0, epoch, i, Stream.ORDER << 24] for i in range(50)])
-    words = philox4x32(counters, (seed & 0xFFFFFFFF, seed >> 32))[:, 0].tolist()
+    words = philox_words(counters.unbind(-1), (seed & 0xFFFFFFFF, seed >> 32))[0].tolist()
     assert order(50, epoch, seed).tolist() == sorted(range(50), key=lambda i: (words[i], i))
 
 

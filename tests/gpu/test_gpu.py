@@ -3,9 +3,9 @@
 Written without a GPU at hand and skipped where there is none.
 """
 
-import dataclasses
 import os
 
+import kernel_cases as cases
 import pytest
 import torch
 from bwsft_kernels import (
@@ -18,8 +18,10 @@ from bwsft_kernels import (
     rms_norm,
     rotary,
     swiglu,
+    torch_ops,
 )
-from bwsft_kernels import torch_ops as plain
+from kernel_cases import DTYPES
+from kernel_cases import assert_same_fields as assert_same
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +32,6 @@ pytestmark = [
 ]
 
 MASK = 99
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 64, 16), (33, 507, 40), (513, 4096, 256), (100, 50257, 64), (16, 126464, 512)]
 
 
@@ -55,15 +56,15 @@ def test_linear_cross_entropy(shape, dtype, assert_no_worse):
     for options in ({}, dict(label_smoothing=0.1, softcap=20.0, row_weight=torch.rand(n).cuda())):
         case = x, head, bias.to(dtype), target
         own = grads(linear_cross_entropy, *case, impl="triton", **options)
-        law = grads(linear_cross_entropy, *case, impl="torch", **options)
+        expected = grads(linear_cross_entropy, *case, impl="torch", **options)
         wide = [t.double() for t in case[:3]]
         truth = grads(reference.linear_cross_entropy, *wide, target, **options)
         eps = torch.finfo(torch.float32).eps
-        for one, two, three in zip(own, law, truth, strict=True):
+        for one, two, three in zip(own, expected, truth, strict=True):
             assert_no_worse(one, two, three, 64 * eps * float(three.abs().max()) + 1e-7)
         with torch.no_grad():
             loss = linear_cross_entropy(*case[:2], target, linear_bias=case[2], **options)
-        assert_no_worse(loss, law[0], truth[0], 64 * eps * float(truth[0].abs()))
+        assert_no_worse(loss, expected[0], truth[0], 64 * eps * float(truth[0].abs()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,12 +77,12 @@ def test_linear_argmax(shape, dtype, temperature):
     key = GumbelKey(2**40 + 1, count * 2**31, count % 5, count)
     options = dict(want=("confidence", "entropy", "margin"), banned_ids=(3,), mask_id=v - 1)
     options.update(temperature=temperature, gumbel=key)
-    own, law = (linear_argmax(x, head, impl=impl, **options) for impl in ("triton", "torch"))
+    own, expected = (linear_argmax(x, head, impl=impl, **options) for impl in ("triton", "torch"))
     # Two orders of the same fp32 sum may swap candidates that are 1e-5 apart.
-    agree = own.token == law.token
+    agree = own.token == expected.token
     assert agree.float().mean() > 0.99
     for name in options["want"]:
-        one, two = getattr(own, name)[agree], getattr(law, name)[agree]
+        one, two = getattr(own, name)[agree], getattr(expected, name)[agree]
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
     assert not own.nan_flag
     x[0] = float("nan")
@@ -95,25 +96,19 @@ def batch(sequences=32, length=256):
     return ids, prompts, responses
 
 
-def assert_same(own, law):
-    for field in dataclasses.fields(own):
-        one, other = getattr(own, field.name), getattr(law, field.name)
-        assert one.dtype == other.dtype and torch.equal(one, other.to(one.device)), field.name
-
-
 @pytest.mark.parametrize("more", [{}, dict(pairs=True, prefix_noise=0.2, suffix_leak=0.2)])
 def test_block_mask_has_the_bits_of_the_cpu(more):
     ids, prompts, responses = batch()
     spec = MaskSpec(32, MASK, seed=2**63 + 5, **more)
     for draw in range(4):
         own = block_mask(ids, prompts, responses, spec, draw=draw, impl="triton")
-        law = block_mask(ids.cpu(), prompts.cpu(), responses.cpu(), spec, draw=draw)
-        assert_same(own, law)
+        expected = block_mask(ids.cpu(), prompts.cpu(), responses.cpu(), spec, draw=draw)
+        assert_same(own, expected)
     given = {"rate": torch.randint(2**24 + 1, (32,)), "factor": torch.rand(32)}
     on_gpu = {name: value.cuda() for name, value in given.items()}
     own = block_mask(ids, prompts, responses, spec, block_draw=3, impl="triton", **on_gpu)
-    law = block_mask(ids.cpu(), prompts.cpu(), responses.cpu(), spec, block_draw=3, **given)
-    assert_same(own, law)
+    expected = block_mask(ids.cpu(), prompts.cpu(), responses.cpu(), spec, block_draw=3, **given)
+    assert_same(own, expected)
 
 
 def test_block_mask_in_a_graph():
@@ -136,7 +131,7 @@ def test_block_mask_in_a_graph():
 
 
 def test_a_step_of_the_loss_does_not_stall():
-    """With a host count, mask, loss and backward queue up without one synchronisation."""
+    """With a host count, mask, loss and backward queue up without one synchronization."""
     ids, prompts, responses = batch()
     head, hidden = normal(1000, 64), normal(ids.numel(), 64).requires_grad_()
     spec = MaskSpec(32, MASK)
@@ -216,55 +211,42 @@ def test_the_second_device():
     assert x.grad.isfinite().all() and x.grad.any()
 
 
-def small_case(function, dtype, rows=300):
-    """(arguments, how many of them are trained) at LLaDA-8B's widths."""
-    if function is rms_norm:
-        x, residual = normal(rows, 4096, dtype=dtype), normal(rows, 4096, seed=1, dtype=dtype)
-        return [x, normal(4096, seed=2, dtype=dtype), 1e-5, residual], (0, 1, 3)
-    if function is swiglu:
-        return [normal(rows, 12288, seed=i, dtype=dtype) for i in range(2)], (0, 1)
-    angle = normal(rows, 1, 64, seed=3, dtype=torch.float32)
-    q, k = (normal(rows, heads, 128, seed=heads, dtype=dtype) for heads in (32, 8))
-    return [q, k, angle.cos(), angle.sin()], (0, 1)
+WIDE = {  # at LLaDA-8B's widths
+    rms_norm: dict(shape=(300, 4096)),
+    rotary: dict(rows=(300,), heads=(32, 8), width=128),
+    swiglu: dict(shape=(300, 12288)),
+}
 
 
-def small_grads(function, case, trained, **options):
-    case = [t.detach().requires_grad_() if i in trained else t for i, t in enumerate(case)]
-    out = function(*case, **options)
-    out = out if isinstance(out, tuple) else (out,)
-    upstream = [normal(*t.shape, seed=5 + i).to(t.dtype) for i, t in enumerate(out)]
-    grads = torch.autograd.grad(out, [case[i] for i in trained], upstream)
-    return [t.detach() for t in (*out, *grads)]
+def small_case(function, dtype):
+    case = cases.SMALL[function](dtype, **WIDE[function])
+    return [t.cuda() if isinstance(t, torch.Tensor) else t for t in case]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("function", [rms_norm, rotary, swiglu])
+@pytest.mark.parametrize("function", WIDE)
 def test_small_operations(function, dtype, assert_no_worse):
-    case, trained = small_case(function, dtype)
-    own = small_grads(function, case, trained, impl="triton")
-    law = getattr(plain, function.__name__)
-    same = small_grads(law, case, trained)
-    wide = [t.double() if isinstance(t, torch.Tensor) else t for t in case]
-    for one, two, truth in zip(own, same, small_grads(law, wide, trained), strict=True):
-        assert one.dtype == dtype
-        assert_no_worse(one, two, truth, 2 * torch.finfo(dtype).eps * float(truth.abs().max()))
-        assert function is not rotary or torch.equal(one, two)
+    case, trained = small_case(function, dtype), cases.TRAINED[function]
+    own = cases.check_values(assert_no_worse, function, case, impl="triton")
+    if function is rotary:
+        expected = cases.outputs_and_grads(torch_ops.rotary, case, trained)
+        assert all(torch.equal(one, two) for one, two in zip(own, expected, strict=True))
     for _ in range(3):
-        again = small_grads(function, case, trained, impl="triton")
+        again = cases.outputs_and_grads(function, case, trained, impl="triton")
         assert all(torch.equal(one, two) for one, two in zip(own, again, strict=True))
 
 
 def test_small_operations_in_a_graph():
-    cases = {f: small_case(f, torch.bfloat16, 16)[0] for f in (rms_norm, rotary, swiglu)}
+    given = {function: small_case(function, torch.bfloat16) for function in WIDE}
 
     def run():
-        return [t for f, case in cases.items() for t in torch.utils._pytree.tree_leaves(f(*case))]
+        return [t for f, case in given.items() for t in torch.utils._pytree.tree_leaves(f(*case))]
 
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
-    for case in cases.values():
+    for case in given.values():
         case[0].normal_()
     graph.replay()
     assert all(torch.equal(one, two) for one, two in zip(captured, run(), strict=True))

@@ -1,23 +1,18 @@
-"""block_mask against its Python-loop twin; its invariances, its edges and its refusals."""
+"""block_mask against the reference implementation; its invariances, edges and refusals."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from bwsft_kernels import MaskedBatch, MaskSpec, block_mask, reference
+from bwsft_kernels import MaskSpec, block_mask, reference
 from bwsft_kernels.philox import Stream, philox_u24
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import assert_same_fields as assert_same
 
 MASK = 99
 PER_TOKEN = ("noisy_ids", "labels")
 PER_SEQUENCE = ("block", "block_start", "block_length", "rate", "count")
-
-
-def assert_same(actual: MaskedBatch, expected: MaskedBatch):
-    for field in fields(MaskedBatch):
-        one, other = getattr(actual, field.name), getattr(expected, field.name)
-        assert one.dtype == other.dtype and torch.equal(one, other), field.name
 
 
 @st.composite
@@ -81,7 +76,7 @@ def batches(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(batches(), specs())
-def test_equals_the_loop_and_padding_changes_nothing(batch, spec):
+def test_equals_the_reference_and_padding_changes_nothing(batch, spec):
     ids, cu, padded_ids, options = batch
     packed = block_mask(ids, spec=spec, cu_seqlens=cu.int(), **options)
     assert_same(packed, reference.block_mask(ids, spec=spec, cu_seqlens=cu, **options))
@@ -133,7 +128,7 @@ def test_rows_are_row_major_with_a_dead_tail():
 
 @pytest.mark.parametrize("origin", ["response", "absolute"])
 def test_regions(origin):
-    """Prompt and what lies behind the response untouched, prefix clean, suffix all [MASK]."""
+    """Prompt and what follows the response untouched, prefix clean, suffix all [MASK]."""
     ids, prompt, response = uniform_batch(200, 5, 21, 3)
     batch = block_mask(ids, prompt, response, MaskSpec(8, MASK, block_origin=origin))
     position = torch.arange(29)
@@ -161,7 +156,7 @@ def test_block_counts(length, blocks):
             block_mask(ids, prompt, response, spec, block=torch.tensor([count]))
 
 
-def test_length_zero_bears_no_loss_and_changes_no_neighbour():
+def test_length_zero_is_not_supervised_and_changes_no_neighbor():
     ids, prompt, response = uniform_batch(3, 4, 9)
     spec = MaskSpec(4, MASK, block_origin="absolute")
     full = block_mask(ids, prompt, response, spec)
@@ -200,7 +195,7 @@ def test_a_given_rate_replaces_the_drawn_one_and_a_factor_scales_the_weights():
         drawn = block_mask(ids, prompt, response, spec)
         rate = (drawn.rate * 2**24).long()
         factor = torch.rand(40, dtype=torch.float64, generator=torch.manual_seed(0)) + 0.5
-        # The law of the drawn marks needs the rate alone: other bounds change nothing.
+        # The drawn marks depend on the rate alone: other bounds change nothing.
         other = replace(spec, low=0.9)
         given = block_mask(ids, prompt, response, other, rate=rate)
         assert_same(given, drawn)
@@ -221,7 +216,7 @@ def test_block_draw_chooses_the_block_and_nothing_else():
     assert_same(mixed, given)
 
 
-def test_nothing_synchronises():
+def test_nothing_synchronizes():
     """On the meta device any read of a value raises, so this runs only if there is none."""
     ids, prompt, response = (t.to("meta") for t in uniform_batch(4, 3, 9))
     spec = MaskSpec(4, MASK, prefix_noise=0.1, suffix_leak=0.1, pairs=True)

@@ -1,7 +1,7 @@
 """block_mask: closed-form expectations of the marks, the weights and the ablations.
 
-Bounds are 4.5 standard errors of the exact law, at fixed seeds: a right sampler fails one such
-check in 150,000, and a wrong constant of a few percent always does.
+Bounds are 4.5 standard errors of the exact distribution, at fixed seeds: a right sampler fails one
+such check in 150,000, and a wrong constant of a few percent always does.
 """
 
 import math
@@ -178,7 +178,7 @@ def test_pairs_supervise_every_token_once_or_draw_on_their_own(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_flat_pairs_bear_every_token_once_whatever_was_drawn(size):
+def test_flat_pairs_supervise_every_token_once_whatever_was_drawn(size):
     """1 / B for both halves, also where one of them is empty: a constant loss is exactly 1 a pair,
     so the pair has no variance from the count and no draw is lost."""
     spec = MaskSpec(size, MASK, seed=3, weight="flat", empty="skip", pairs=True)

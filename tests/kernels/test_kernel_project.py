@@ -1,12 +1,14 @@
 """The kernels folder as a Hugging Face kernel project, as far as that can be tested offline."""
 
 import ast
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import bwsft_kernels
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[2] / "kernels"
@@ -43,6 +45,18 @@ def test_what_the_loader_and_the_builder_refuse(path):
         assert name not in text
 
 
+def test_public_names():
+    """A name is a function or a module, never both: which of them an import finds would depend on
+    what was imported before."""
+    assert set(bwsft_kernels.__all__) == {
+        "GumbelKey", "LinearArgmax", "MaskSpec", "MaskedBatch", "Stream", "block_mask",
+        "linear_argmax", "linear_cross_entropy", "philox_uniform", "rms_norm", "rotary", "swiglu",
+    }
+    for name in bwsft_kernels.__all__:
+        assert callable(getattr(bwsft_kernels, name))
+        assert importlib.util.find_spec(f"bwsft_kernels.{name}") is None
+
+
 LOAD = """
 import importlib.util, sys
 sys.modules["bwsft_kernels"] = None  # importing it by that name would fail now
@@ -61,16 +75,11 @@ for impl in ("torch", "triton"):
     spec = module.MaskSpec(block_size=4, mask_id=49)
     masked = module.block_mask(target.clamp(min=0)[None], [1], [5], spec, impl=impl)
     normed, total = module.rms_norm(x, torch.ones(8), 1e-5, x, impl=impl)
-    turned, _ = module.rotary(x[:, None], None, *tables, impl=impl)
-    small = [t.detach() for t in (normed, total, turned, module.swiglu(x, x, impl=impl))]
+    rotated, _ = module.rotary(x[:, None], None, *tables, impl=impl)
+    small = [t.detach() for t in (normed, total, rotated, module.swiglu(x, x, impl=impl))]
     results.append([loss.detach(), grad, tokens, masked.noisy_ids, *small])
 for one, other in zip(*results):
     torch.testing.assert_close(one, other)
-assert set(module.__all__) == {
-    "GumbelKey", "LinearArgmax", "MaskSpec", "MaskedBatch", "Stream", "block_mask", "linear_argmax",
-    "linear_cross_entropy", "philox_uniform", "rms_norm", "rotary",
-    "swiglu",
-}
 print("loaded")
 """
 

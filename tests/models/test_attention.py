@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from bwsft_kernels import torch_ops as plain
+from bwsft_kernels import torch_ops
 from tiny_llada import LENGTHS, SMALL, backbone, packed
 
 from bwsft.models import attention
@@ -105,8 +105,8 @@ def test_norm_and_rotation_round_where_the_official_code_does():
     # as much for each rounding of the frequency. The result is rounded to bfloat16 once (2^-8).
     positions = torch.arange(4000, 4064)
     heads = x.view(64, 2, 16)
-    rough = plain.turned(heads, *attention.rope_tables(positions, 16, 5e5, torch.bfloat16))
-    exact = plain.turned(
+    rough = torch_ops.rotated(heads, *attention.rope_tables(positions, 16, 5e5, torch.bfloat16))
+    exact = torch_ops.rotated(
         heads.double(), *attention.rope_tables(positions, 16, 5e5, torch.float64)
     )
     bound = 2**-8 * exact.abs() + 5e-4 * heads.double().norm(dim=-1, keepdim=True)

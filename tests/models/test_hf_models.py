@@ -9,8 +9,8 @@ from tiny_hf import float64 as float64  # a fixture
 from tiny_modes import batch, mode_of, two_steps
 from tiny_packed import LENGTHS, full, loss_rows, masked, packed, span
 
-from bwsft.decoding.generate import generate
 from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.generate import generate
 from bwsft.models.kv_cache import Context
 
 

@@ -8,7 +8,6 @@ import types
 import bwsft_kernels
 import pytest
 import torch
-from bwsft_kernels import torch_ops as plain
 
 from bwsft.config import LoraConfig
 from bwsft.decoding.config import DecodeConfig

@@ -1,7 +1,7 @@
 """Masks, loss, head statistics and the small operations of masked-diffusion language models, in
 torch and Triton.
 
-A name is either a function of this package or a module of it, never both: the files behind the
+A name is either a function of this package or a module of it, never both: the files of the
 public functions begin with an underscore.
 """
 

@@ -1,67 +1,72 @@
 """Blockwise masks: one active block of each response masked at a random rate, the suffix hidden.
 
-The corruption of Blockwise SFT, built without a host synchronisation: the prefix stays clean, and
-only masked tokens of the active block bear loss. Letters: T tokens in the batch, S sequences,
-L length, B block size, M blocks of a response, R bound on the loss rows.
+The corruption of Blockwise SFT, built without a host synchronization: the prefix stays clean, and
+only masked tokens of the active block are supervised. Letters: T tokens in the batch, S sequences,
+L length, B block size, M blocks of a response, R bound on the supervised rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ._block_mask_types import ONE24, MaskedBatch, MaskInputs, MaskSpec
-from ._dispatch import checking, graph_break, require, triton_twin
+from ._dispatch import checking, graph_break, require, triton_implementation
 from .philox import Stream, philox_u24
 
 IGNORE = -100
+Lengths = Tensor | Sequence[int]
 
 
 @graph_break
 @torch.no_grad()
 def block_mask(
-    ids,
-    prompt_lengths,
-    response_lengths,
+    ids: Tensor,  # [T] packed with cu_seqlens, or [S, L] right-padded; integers
+    prompt_lengths: Lengths,  # [S]
+    response_lengths: Lengths,  # [S]
     spec: MaskSpec,
     *,
-    cu_seqlens=None,
-    sample_ids=None,
-    draw=0,
-    block=None,
-    block_weights=None,
-    block_draw=None,
-    rate=None,
-    factor=None,
+    cu_seqlens: Tensor | None = None,  # [S + 1]
+    sample_ids: Tensor | None = None,  # [S] numbers in the source, default 0..S-1
+    draw: int | Tensor = 0,  # [S] visit of the example
+    block: Tensor | None = None,  # [S] active block
+    block_weights: Tensor | None = None,  # [S, M] integers in [0, 2^24)
+    block_draw: int | Tensor | None = None,  # [S], default draw
+    rate: Tensor | None = None,  # [S] integers from 0 to 2^24
+    factor: Tensor | None = None,  # [S] floating point
     impl: str = "auto",
 ) -> MaskedBatch:
-    """Corrupt a batch for Blockwise SFT and list its loss rows.
+    """Corrupt a batch for Blockwise SFT and list its supervised rows.
 
-    ids: packed [T] with cu_seqlens [S+1], or right-padded [S, L]; both give the same marks. Tokens
-    behind prompt + response stay as they are. prompt_lengths, response_lengths: [S] integers; a
-    response of length 0 bears no loss. sample_ids [S]: row numbers in the source (default 0..S-1);
-    draw: int or [S], the visit of the example. block [S]: the active block, else it is drawn,
-    uniformly or with chances block_weights [S, M_max] (integers in [0, 2^24)), by the number that
-    belongs to block_draw, int or [S] (default: draw). rate [S]: the mask rates as integers from 0
-    to 2^24, in units of 2^-24, instead of rates drawn between spec.low and spec.high; the two draws
-    of a pair must get the same. factor [S], floating: each sequence's row weights are multiplied by
-    it. ValueError for lengths, blocks, weights, rates or factors that don't fit (on a GPU: with
-    BWSFT_DEBUG=1).
+    Packed and padded ids give the same marks; tokens after prompt + response stay as they are, and
+    a response of length 0 is not supervised. Without `block` the active block is drawn, uniformly
+    or with chances block_weights, by the number that belongs to block_draw. rate: mask rates in
+    units of 2^-24 instead of rates drawn between spec.low and spec.high; the two draws of a pair
+    must get the same. factor multiplies each sequence's row weights. ValueError for lengths,
+    blocks, weights, rates or factors that don't fit (on a GPU: with BWSFT_DEBUG=1).
     """
     if block is not None and block_weights is not None:
         raise ValueError("give block or block_weights, not both")
     inputs = _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids, draw)
     inputs = _with_choice(inputs, spec, block, block_weights)
     inputs = _with_draw(inputs, block_draw, rate, factor)
-    twin = triton_twin(impl, ids, "_block_mask_triton")
-    flat = (twin.block_mask_triton if twin else _block_mask_torch)(inputs, spec)
-    return _shaped_as(ids, flat)
+    kernels = triton_implementation(impl, ids, "_block_mask_triton")
+    flat = (kernels.block_mask_triton if kernels else _block_mask_torch)(inputs, spec)
+    return replace(
+        flat, noisy_ids=flat.noisy_ids.view(ids.shape), labels=flat.labels.view(ids.shape)
+    )
 
 
-def _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids, draw) -> MaskInputs:
+def _inputs(
+    ids: Tensor, prompt_lengths: Lengths, response_lengths: Lengths,  # [T] or [S, L], [S], [S]
+    cu_seqlens: Tensor | None, sample_ids: Tensor | None, draw: int | Tensor,  # [S + 1], [S], [S]
+) -> MaskInputs:
+    """Check where the sequences are and what numbers their draws have."""
     if ids.is_floating_point() or ids.dim() != (2 if cu_seqlens is None else 1):
         raise ValueError("ids must be integers: packed [T] with cu_seqlens, or padded [S, L] alone")
 
-    def per_sequence(value, name, size):
+    def per_sequence(value: int | Lengths, name: str, size: int) -> Tensor:
         return _per_sequence(value, name, size, ids.device)
 
     if cu_seqlens is None:
@@ -84,13 +89,11 @@ def _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids, draw)
         sample_ids = torch.arange(num_sequences, device=ids.device)
     sample_ids = per_sequence(sample_ids, "sample_ids", num_sequences)
     draw = per_sequence(draw, "draw", num_sequences)
-    flat = ids.reshape(-1)
-    return MaskInputs(
-        flat, row_start, row_length, prompt, response, sample_ids, draw, None, None
-    )
+    return MaskInputs(ids.reshape(-1), row_start, row_length, prompt, response, sample_ids, draw)
 
 
-def _per_sequence(value, name, size, device):
+def _per_sequence(value: int | Lengths, name: str, size: int, device: torch.device) -> Tensor:
+    """int64 of shape [size]."""
     if isinstance(value, int):  # filled on the device: a copy can't go into a CUDA graph
         return torch.full((size,), value, dtype=torch.int64, device=device)
     value = torch.as_tensor(value, dtype=torch.int64, device=device)
@@ -99,7 +102,10 @@ def _per_sequence(value, name, size, device):
     return value.expand(size)
 
 
-def _with_choice(inputs: MaskInputs, spec, block, block_weights) -> MaskInputs:
+def _with_choice(
+    inputs: MaskInputs, spec: MaskSpec,
+    block: Tensor | None, block_weights: Tensor | None,  # [S], [S, M]
+) -> MaskInputs:
     """Check and attach the given active blocks or the chances of the blocks."""
     if block is None and block_weights is None:
         return inputs
@@ -123,7 +129,10 @@ def _with_choice(inputs: MaskInputs, spec, block, block_weights) -> MaskInputs:
     return replace(inputs, block_weights=weights)
 
 
-def _with_draw(inputs: MaskInputs, block_draw, rate, factor) -> MaskInputs:
+def _with_draw(
+    inputs: MaskInputs,
+    block_draw: int | Tensor | None, rate: Tensor | None, factor: Tensor | None,  # [S]
+) -> MaskInputs:
     """Check and attach what replaces or scales a part of the draw."""
     size, device = len(inputs.draw), inputs.draw.device
     if block_draw is not None:
@@ -144,8 +153,10 @@ def _with_draw(inputs: MaskInputs, block_draw, rate, factor) -> MaskInputs:
     return replace(inputs, block_draw=block_draw, rate=rate, factor=factor)
 
 
-def _active_block(inputs: MaskInputs, spec: MaskSpec):
-    """(index, start, length, importance factor in float64) of the active block, each [S]."""
+def _active_block(
+    inputs: MaskInputs, spec: MaskSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # each [S]
+    """(index, start, length, importance factor 1 / rho in float64) of the active block."""
     grid, shape = spec.grid, (inputs.prompt_lengths, inputs.response_lengths)
     num_blocks = grid.num_blocks(*shape)
     if inputs.block is not None:
@@ -167,11 +178,15 @@ def _active_block(inputs: MaskInputs, spec: MaskSpec):
     return index, start, stop - start, factor if inputs.factor is None else factor * inputs.factor
 
 
-def _marks(inputs: MaskInputs, spec: MaskSpec, position, inside):
-    """(rate24 [S], marks [S, B]) of the active block, whose positions in the row are [S, B]."""
+def _marks(
+    inputs: MaskInputs, spec: MaskSpec,
+    position: Tensor,  # [S, B] in the sequence
+    inside: Tensor,  # [S, B] bool: in the active block
+) -> tuple[Tensor, Tensor]:  # [S], [S, B] bool
+    """(rate in units of 2^-24, which tokens of the active block are masked)."""
     low24, high24 = round(spec.low * ONE24), round(spec.high * ONE24)
 
-    def of_draw(draw):
+    def of_draw(draw: Tensor) -> tuple[Tensor, Tensor]:
         ids = inputs.sample_ids
         u24 = philox_u24(0, draw, ids, seed=spec.seed, stream=Stream.RATE)
         rate24 = low24 + ((high24 - low24) * u24 >> 24) if inputs.rate is None else inputs.rate
@@ -195,8 +210,10 @@ def _marks(inputs: MaskInputs, spec: MaskSpec, position, inside):
     return rate24, marks
 
 
-def _hidden(inputs: MaskInputs, spec: MaskSpec, start, length):
-    """Bool [T]: context tokens that the network may not see, i.e. the suffix and prefix noise."""
+def _hidden(
+    inputs: MaskInputs, spec: MaskSpec, start: Tensor, length: Tensor,  # [S]
+) -> Tensor:  # [T] bool
+    """Context tokens that the network may not see, i.e. the suffix and prefix noise."""
     index = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
     row = torch.searchsorted(inputs.row_start + inputs.row_length, index, right=True)
     row = row.clamp(max=len(start) - 1)
@@ -205,7 +222,7 @@ def _hidden(inputs: MaskInputs, spec: MaskSpec, start, length):
     end = prompt + inputs.response_lengths[row]
     hidden = (position >= start + length[row]) & (position < end)
 
-    def chance(stream, probability):
+    def chance(stream: Stream, probability: float) -> Tensor:
         u24 = philox_u24(
             position, inputs.draw[row], inputs.sample_ids[row], seed=spec.seed, stream=stream
         )
@@ -229,7 +246,7 @@ def _block_mask_torch(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
     denominator = {"count": count, "flat": length, "rate": rate24.double() * length * 2.0**-24}
     weight = (factor / denominator[spec.weight]).float()  # factor is float64: one rounding
 
-    # Compaction by prefix sum; what isn't a loss row lands in a spare last slot.
+    # Compaction by prefix sum; what isn't supervised lands in a spare last slot.
     bound, tokens = min(marks.numel(), ids.numel()), ids.numel()
     slot = torch.where(marks, marks.flatten().cumsum(0).view_as(marks) - 1, bound).flatten()
     index = torch.where(marks, (inputs.row_start + start)[:, None] + offset, 0).flatten()
@@ -242,21 +259,8 @@ def _block_mask_torch(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
     marked = marked.scatter_(0, torch.where(marks.flatten(), index, tokens), True)[:tokens]
     hidden = marked | _hidden(inputs, spec, start, length)
     return MaskedBatch(
-        noisy_ids=torch.where(hidden, spec.mask_id, ids),
-        labels=torch.where(marked, ids, IGNORE),
-        rows=rows,
-        row_target=torch.where(real, ids[rows].long(), IGNORE),
-        row_weight=row_weight,
-        num_rows=count.sum(),
-        block=block,
-        block_start=start,
-        block_length=length,
-        rate=(rate24 * 2.0**-24).float(),
-        count=count,
-    )
-
-
-def _shaped_as(ids, batch: MaskedBatch) -> MaskedBatch:
-    return replace(
-        batch, noisy_ids=batch.noisy_ids.view(ids.shape), labels=batch.labels.view(ids.shape)
+        noisy_ids=torch.where(hidden, spec.mask_id, ids), labels=torch.where(marked, ids, IGNORE),
+        rows=rows, row_target=torch.where(real, ids[rows].long(), IGNORE), row_weight=row_weight,
+        num_rows=count.sum(), block=block, block_start=start, block_length=length,
+        rate=(rate24 * 2.0**-24).float(), count=count,
     )

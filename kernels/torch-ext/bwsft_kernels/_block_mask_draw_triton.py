@@ -1,4 +1,4 @@
-"""What one draw of `block_mask` decides: the device helpers behind _block_mask_triton.py.
+"""What one draw of `block_mask` decides: the device helpers of _block_mask_triton.py.
 
 Every decision is an integer comparison on Philox words, so the marks are the bits of the torch
 implementation. `sequences` is a tuple of pointers to [S] int64: row start, row length, prompt
@@ -7,7 +7,7 @@ that chooses the block, the given rate in units of 2^-24, and the given factor (
 Letters: S sequences, Q of them handled at a time, B block size, M blocks of a response.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -16,26 +16,18 @@ from ._block_mask_types import ONE24, MaskInputs, MaskSpec
 from ._device_triton import philox_words
 from .philox import Stream
 
-BLOCK = tl.constexpr(int(Stream.BLOCK))
-RATE = tl.constexpr(int(Stream.RATE))
-MARKS = tl.constexpr(int(Stream.MARKS))
+BLOCK, RATE, MARKS = (tl.constexpr(int(s)) for s in (Stream.BLOCK, Stream.RATE, Stream.MARKS))
 
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """The compile-time side of MaskSpec, without the seed; probabilities in units of 2^-24."""
+    """The compile-time side of a call; probabilities in units of 2^-24."""
 
-    block_size: int
-    mask_id: int
+    spec: MaskSpec  # its seed is no constant, and 0 here
     low24: int
     span24: int
     prefix24: int
     leak24: int
-    weight: str
-    absolute: bool
-    last: bool
-    pairs: bool
-    sum_blocks: bool
     given_block: bool
     weighted_block: bool
     given_rate: bool
@@ -47,22 +39,10 @@ def plan_draw(inputs: MaskInputs, spec: MaskSpec) -> DrawPlan:
         round(chance * ONE24)
         for chance in (spec.low, spec.high, spec.prefix_noise, spec.suffix_leak)
     )
+    given = (inputs.block, inputs.block_weights, inputs.rate, inputs.factor)
     return DrawPlan(
-        block_size=spec.block_size,
-        mask_id=spec.mask_id,
-        low24=low24,
-        span24=high24 - low24,
-        prefix24=prefix24,
-        leak24=leak24,
-        weight=spec.weight,
-        absolute=spec.block_origin == "absolute",
-        last=spec.empty == "last",
-        pairs=spec.pairs,
-        sum_blocks=spec.block_factor == "sum",
-        given_block=inputs.block is not None,
-        weighted_block=inputs.block_weights is not None,
-        given_rate=inputs.rate is not None,
-        given_factor=inputs.factor is not None,
+        replace(spec, seed=0), low24, high24 - low24, prefix24, leak24,
+        *(value is not None for value in given),
     )
 
 
@@ -75,18 +55,21 @@ def u24_of(position, draw, sample, stream: tl.constexpr, key):
 
 @triton.jit
 def choose_block(seq, inside, sequences, max_blocks, key, PLAN: tl.constexpr):
-    """(index, start, length, weight numerator in fp64) of the active block; seq [Q]."""
+    """(index, start, length, weight numerator in fp64) of the active block; seq [Q].
+
+    The block's bounds are block_grid.BlockGrid.num_blocks and .bounds in device code.
+    """
     prompt = tl.load(sequences[2] + seq, mask=inside, other=0)
     response = tl.load(sequences[3] + seq, mask=inside, other=0)
     sample = tl.load(sequences[4] + seq, mask=inside, other=0)
     draw = tl.load(sequences[7] + seq, mask=inside, other=0)
     origin = prompt
-    if PLAN.absolute:
-        origin = prompt - prompt % PLAN.block_size
+    if PLAN.spec.block_origin == "absolute":
+        origin = prompt - prompt % PLAN.spec.block_size
     end = prompt + response
-    blocks = (end - origin + PLAN.block_size - 1) // PLAN.block_size
+    blocks = (end - origin + PLAN.spec.block_size - 1) // PLAN.spec.block_size
     blocks = tl.where(response > 0, blocks, 0)
-    if PLAN.pairs:
+    if PLAN.spec.pairs:
         draw = draw & -2
     inverse_rho = blocks.to(tl.float64)
     if PLAN.given_block:
@@ -108,11 +91,11 @@ def choose_block(seq, inside, sequences, max_blocks, key, PLAN: tl.constexpr):
             index = tl.where(blocks > 0, index, 0)
             chosen = tl.load(weights + index, mask=inside, other=1)
             inverse_rho = total.to(tl.float64) / tl.maximum(chosen, 1).to(tl.float64)
-    start = tl.maximum(origin + index * PLAN.block_size, prompt)
-    length = tl.minimum(end, origin + (index + 1) * PLAN.block_size) - start
+    start = tl.maximum(origin + index * PLAN.spec.block_size, prompt)
+    length = tl.minimum(end, origin + (index + 1) * PLAN.spec.block_size) - start
     length = tl.where(blocks > 0, length, 0)
     factor = inverse_rho
-    if not PLAN.sum_blocks:
+    if PLAN.spec.block_factor == "mean":
         factor = inverse_rho / tl.maximum(blocks, 1).to(tl.float64)
     if PLAN.given_factor:
         factor = factor * tl.load(sequences[9] + seq, mask=inside, other=0)
@@ -145,25 +128,23 @@ def draw_marks(
     in_block = offset < length[:, None]
     rate24 = rate_of(seq, inside, draw, sample, sequences, key, PLAN)
     flip = tl.zeros_like(draw) != 0
-    if PLAN.pairs:
+    if PLAN.spec.pairs:
         even = draw & -2
         shared24 = rate_of(seq, inside, even, sample, sequences, key, PLAN)
         marks = marked(
-            position, even[:, None], sample[:, None], shared24[:, None], flip[:, None], key
-        )
+            position, even[:, None], sample[:, None], shared24[:, None], flip[:, None], key)
         some = tl.max((marks & in_block).to(tl.int32), axis=1)
         rest = tl.max((in_block & ~marks).to(tl.int32), axis=1)
         both = (some & rest) > 0
-        if PLAN.weight == "flat":
+        if PLAN.spec.weight == "flat":
             both = both | True
         flip = both & ((draw & 1) == 1)
         rate24 = tl.where(both, shared24, rate24)
         draw = tl.where(both, even, draw)
     marks = in_block & marked(
-        position, draw[:, None], sample[:, None], rate24[:, None], flip[:, None], key
-    )
+        position, draw[:, None], sample[:, None], rate24[:, None], flip[:, None], key)
     force = tl.zeros_like(draw) != 0
-    if PLAN.last:
+    if PLAN.spec.empty == "last":
         force = tl.max(marks.to(tl.int32), axis=1) == 0
         marks = marks | (force[:, None] & (offset == length[:, None] - 1))
     return draw, rate24, flip, force, marks

@@ -1,8 +1,8 @@
-"""`block_mask` in one launch: program 0 lists the loss rows, the others write the tokens.
+"""`block_mask` in one launch: program 0 lists the supervised rows, the others write the tokens.
 
 Each program recomputes what it needs of a draw (_block_mask_draw_triton.py): nothing passes between
-programs. Letters: T tokens, S sequences, B block size, R bound on the loss rows, Q sequences that
-program 0 handles at a time.
+programs. Letters: T tokens, S sequences, B block size, R bound on the supervised rows, Q sequences
+that program 0 handles at a time.
 """
 
 import torch
@@ -14,8 +14,7 @@ from ._block_mask_types import MaskedBatch, MaskInputs, MaskSpec
 from ._device_triton import on_device
 from .philox import Stream, split_seed
 
-PREFIX = tl.constexpr(int(Stream.PREFIX))
-SUFFIX = tl.constexpr(int(Stream.SUFFIX))
+PREFIX, SUFFIX = (tl.constexpr(int(stream)) for stream in (Stream.PREFIX, Stream.SUFFIX))
 IGNORE = tl.constexpr(-100)
 
 # Arguments that change from batch to batch; one compilation serves them all.
@@ -26,27 +25,17 @@ TILE = 512  # tokens that a program handles at a time, 4 a thread
 
 @triton.jit
 def _list_rows(
-    ids_ptr,
-    rows_out,
-    sequences_out,
-    sequences,
-    S,
-    R,
-    max_blocks,
-    key,
-    PLAN: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    ids_ptr, rows_out, sequences_out, sequences, S, R, max_blocks, key,
+    PLAN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):
-    """Loss rows in row-major order: a running offset, then prefix sums over and in sequences."""
+    """Supervised rows, ascending: a running offset, then prefix sums over and in sequences."""
     found = tl.zeros((), tl.int64)
     for first in range(0, S, BLOCK_Q):
         seq = (first + tl.arange(0, BLOCK_Q)).to(tl.int64)
         inside = seq < S
         index, start, length, factor = choose_block(seq, inside, sequences, max_blocks, key, PLAN)
         _, rate24, _, _, marks = draw_marks(
-            seq, inside, start, length, sequences, key, PLAN, BLOCK_B
-        )
+            seq, inside, start, length, sequences, key, PLAN, BLOCK_B)
         marks = marks & inside[:, None]
         ones = marks.to(tl.int64)
         count = tl.sum(ones, axis=1)
@@ -56,9 +45,9 @@ def _list_rows(
 
         denominator = count
         scale = 1.0
-        if PLAN.weight == "flat":
+        if PLAN.spec.weight == "flat":
             denominator = length
-        if PLAN.weight == "rate":
+        if PLAN.spec.weight == "rate":
             denominator = rate24 * length
             scale = 16777216.0
         # fp64, as in torch: one rounding, so the weights are the same bits too.
@@ -86,26 +75,17 @@ def _list_rows(
 
 @triton.jit
 def _write_tokens(
-    ids_ptr,
-    tokens_out,
-    sequences,
-    S,
-    chunks,
-    max_blocks,
-    key,
-    PLAN: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    ids_ptr, tokens_out, sequences, S, chunks, max_blocks, key,
+    PLAN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
-    """Noisy ids and labels of every `chunks`-th tile of one row."""
+    """Noisy ids and labels of every `chunks`-th tile of one sequence."""
     part = tl.program_id(0) - 1
     index = (part // chunks).to(tl.int64)
     seq = index + tl.arange(0, 1)  # a vector of one, as the helpers take it
     inside = seq < S
     _, start, length, _ = choose_block(seq, inside, sequences, max_blocks, key, PLAN)
     draw, rate24, flip, force, _ = draw_marks(
-        seq, inside, start, length, sequences, key, PLAN, BLOCK_B
-    )
+        seq, inside, start, length, sequences, key, PLAN, BLOCK_B)
     prompt = tl.load(sequences[2] + seq)
     end = prompt + tl.load(sequences[3] + seq)
     sample = tl.load(sequences[4] + seq)
@@ -126,7 +106,7 @@ def _write_tokens(
         if PLAN.prefix24 > 0:
             noise = u24_of(position, own_draw, sample, PREFIX, key) < PLAN.prefix24
             hidden = hidden | (noise & (position >= prompt) & (offset < 0))
-        noisy = tl.where(marks | hidden, PLAN.mask_id, ids)
+        noisy = tl.where(marks | hidden, PLAN.spec.mask_id, ids)
         tl.store(tokens_out[0] + row_start + position, noisy, mask=in_row)
         labels = tl.where(marks, ids, IGNORE)
         tl.store(tokens_out[1] + row_start + position, labels, mask=in_row)
@@ -134,64 +114,42 @@ def _write_tokens(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _block_mask_fwd_kernel(
-    ids_ptr,
-    tokens_out,
-    rows_out,
-    sequences_out,
-    sequences,
-    S,
-    R,
-    chunks,
-    max_blocks,
-    key_low,
-    key_high,
-    PLAN: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    ids_ptr, tokens_out, rows_out, sequences_out, sequences,
+    S, R, chunks, max_blocks, key_low, key_high,
+    PLAN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     key = (key_low, key_high)
     if tl.program_id(0) == 0:
-        _list_rows(
-            ids_ptr, rows_out, sequences_out, sequences, S, R, max_blocks, key,
-            PLAN, BLOCK_B, BLOCK_Q,
-        )
+        _list_rows(ids_ptr, rows_out, sequences_out, sequences, S, R, max_blocks, key,
+                   PLAN, BLOCK_B, BLOCK_Q)
     else:
-        _write_tokens(
-            ids_ptr, tokens_out, sequences, S, chunks, max_blocks, key, PLAN, BLOCK_B, BLOCK_T
-        )
+        _write_tokens(ids_ptr, tokens_out, sequences, S, chunks, max_blocks, key,
+                      PLAN, BLOCK_B, BLOCK_T)
+
 
 def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
     """`block_mask` on validated inputs, by one kernel launch."""
     ids, num_sequences = inputs.ids.contiguous(), len(inputs.row_start)
     numel, bound = ids.numel(), min(num_sequences * spec.block_size, ids.numel())
-    counts = [torch.empty_like(inputs.row_start) for _ in range(4)]
+    block, start, length, count = (torch.empty_like(inputs.row_start) for _ in range(4))
     rate = torch.empty_like(inputs.row_start, dtype=torch.float32)
     batch = MaskedBatch(
-        noisy_ids=torch.empty_like(ids),
-        labels=torch.empty_like(ids),
-        rows=rate.new_empty(bound, dtype=torch.int64),
-        row_target=rate.new_empty(bound, dtype=torch.int64),
-        row_weight=rate.new_empty(bound),
-        num_rows=rate.new_empty((), dtype=torch.int64),
-        block=counts[0],
-        block_start=counts[1],
-        block_length=counts[2],
-        rate=rate,
-        count=counts[3],
+        noisy_ids=torch.empty_like(ids), labels=torch.empty_like(ids),
+        rows=block.new_empty(bound), row_target=block.new_empty(bound),
+        row_weight=rate.new_empty(bound), num_rows=block.new_empty(()),
+        block=block, block_start=start, block_length=length, rate=rate, count=count,
     )
     choice = inputs.block if inputs.block_weights is None else inputs.block_weights
-    nothing = inputs.row_start  # something to point to
-    choice = nothing if choice is None else choice
     sequences = [
         inputs.row_start, inputs.row_length, inputs.prompt_lengths, inputs.response_lengths,
         inputs.sample_ids, inputs.draw, choice,
         inputs.draw if inputs.block_draw is None else inputs.block_draw,
-        nothing if inputs.rate is None else inputs.rate,
-        nothing if inputs.factor is None else inputs.factor,
+        inputs.rate, inputs.factor,
     ]
+    # Where nothing was given, something to point to.
+    sequences = [inputs.row_start if value is None else value for value in sequences]
     block_b = triton.next_power_of_2(spec.block_size)
-    # About one program per tile of tokens; a longer row goes round.
+    # About one program per tile of tokens; a longer sequence goes round.
     chunks = max(1, triton.cdiv(numel, TILE * max(1, num_sequences)))
     # Signed words: a seed above 2^31 must not change the argument's type and compile anew.
     key_low, key_high = (word - ((word >> 31) << 32) for word in split_seed(spec.seed))
@@ -202,7 +160,7 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
             (batch.rows, batch.row_target, batch.row_weight, batch.num_rows),
             (batch.block, batch.block_start, batch.block_length, batch.rate, batch.count),
             tuple(value.contiguous() for value in sequences),
-            num_sequences, bound, chunks, choice.shape[-1], key_low, key_high,
+            num_sequences, bound, chunks, sequences[6].shape[-1], key_low, key_high,
             PLAN=plan_draw(inputs, spec),
             BLOCK_B=block_b, BLOCK_Q=max(1, TILE // block_b), BLOCK_T=TILE,
             # Left alone, ptxas aims at 128 registers and spills 16 bytes (Triton 3.6).

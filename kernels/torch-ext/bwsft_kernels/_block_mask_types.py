@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from .block_grid import BlockGrid
 
@@ -14,15 +14,15 @@ class MaskSpec:
     """How `block_mask` corrupts; ValueError for a combination that would bias the loss.
 
     low, high: the mask rate is uniform between them.
-    weight: per loss row 1/count ("count"), 1/(rate * block length) ("rate", the NELBO weight) or
-      1/block length ("flat"), always times the `factor` that `block_mask` may be given.
+    weight: of a supervised token: 1/count ("count"), 1/(rate * block length) ("rate", the NELBO
+      weight) or 1/block length ("flat"), always times the `factor` of `block_mask`.
     empty: if no token of the block is marked, its "last" one is, or the draw is left out ("skip").
     block_factor: "mean" estimates the average over a response's blocks, "sum" their sum.
     prefix_noise: share of earlier response tokens masked; suffix_leak: share of later ones visible.
     block_origin: the grid starts at the "response" or at "absolute" position 0 of the row.
     pairs: draws 2i and 2i+1 share block, rate and marks, the odd one takes the complement. Where
       one half would be empty, both draw rate and marks on their own, but not with weight "flat":
-      there a pair always bears every token once, and half its weight whole.
+      there a pair always supervises every token once, and half its weight whole.
     """
 
     block_size: int
@@ -38,7 +38,7 @@ class MaskSpec:
     block_origin: str = "response"
     pairs: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         choices = {
             "weight": ("count", "rate", "flat"),
             "empty": ("last", "skip"),
@@ -69,43 +69,37 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """What `block_mask` returns, all on the device of the ids.
+    """What `block_mask` returns, all on the device of the ids; int64 unless said.
 
-    noisy_ids, labels: shaped as ids; labels are -100 off the loss rows.
-    rows [R] int64: indices of the loss rows in ids.reshape(-1), ascending, R = min(S*B, numel);
-    row_target [R] int64; row_weight [R] fp32; their tails hold 0, -100 and 0.
-    num_rows: 0-dim int64, how many rows are real.
-    block, block_start (counted from the row's first token), block_length, count (loss rows of the
-    sequence): [S] int64; rate [S] fp32.
+    The lists of supervised rows have the fixed length R = min(S * B, number of ids).
     """
 
-    noisy_ids: torch.Tensor
-    labels: torch.Tensor
-    rows: torch.Tensor
-    row_target: torch.Tensor
-    row_weight: torch.Tensor
-    num_rows: torch.Tensor
-    block: torch.Tensor
-    block_start: torch.Tensor
-    block_length: torch.Tensor
-    rate: torch.Tensor
-    count: torch.Tensor
+    noisy_ids: Tensor  # shape and dtype of ids
+    labels: Tensor  # as ids, -100 where a token isn't supervised
+    rows: Tensor  # [R] indices of the supervised tokens in ids.reshape(-1), ascending; then 0
+    row_target: Tensor  # [R]; then -100
+    row_weight: Tensor  # [R] fp32; then 0
+    num_rows: Tensor  # 0-dim: how many rows are real
+    block: Tensor  # [S] index of the active block
+    block_start: Tensor  # [S] counted from the sequence's first token
+    block_length: Tensor  # [S]
+    rate: Tensor  # [S] fp32
+    count: Tensor  # [S] supervised tokens of the sequence
 
 
 @dataclass(frozen=True)
 class MaskInputs:
-    """Validated arguments: ids [T] flat, everything else [S] int64 (block_weights [S, M_max],
-    factor fp64)."""
+    """Validated arguments, int64 unless said."""
 
-    ids: torch.Tensor
-    row_start: torch.Tensor  # index of each row's first token in ids
-    row_length: torch.Tensor
-    prompt_lengths: torch.Tensor
-    response_lengths: torch.Tensor
-    sample_ids: torch.Tensor
-    draw: torch.Tensor
-    block: torch.Tensor | None
-    block_weights: torch.Tensor | None
-    block_draw: torch.Tensor | None = None  # None: draw
-    rate: torch.Tensor | None = None  # in units of 2^-24
-    factor: torch.Tensor | None = None
+    ids: Tensor  # [T] of any integer dtype
+    row_start: Tensor  # [S] index of each sequence's first token in ids
+    row_length: Tensor  # [S]
+    prompt_lengths: Tensor  # [S]
+    response_lengths: Tensor  # [S]
+    sample_ids: Tensor  # [S]
+    draw: Tensor  # [S]
+    block: Tensor | None = None  # [S]
+    block_weights: Tensor | None = None  # [S, M]
+    block_draw: Tensor | None = None  # [S]; None: draw
+    rate: Tensor | None = None  # [S] in units of 2^-24
+    factor: Tensor | None = None  # [S] fp64

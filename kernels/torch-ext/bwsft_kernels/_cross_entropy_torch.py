@@ -1,9 +1,11 @@
 """Cross-entropy of rows of logits that become their own gradient, in torch.
 
-Letters: N rows, V vocabulary. The law for the Triton kernel of the same name.
+The reference implementation of the Triton kernel of the same name.
+Letters: N rows of logits, n of them handled at a time, V vocabulary.
 """
 
 import torch
+from torch import Tensor
 
 # Bounds the fp32 copies of 16-bit logits. Not smaller: a block is a dozen parallel regions, each of
 # which waits for the thread that a busy machine took away (16 blocks: 1.9 s, one block: 0.7 s).
@@ -11,20 +13,21 @@ ROW_BLOCK_BYTES = 64 << 20
 
 
 def cross_entropy_rows_(
-    logits, target, row_weight, smoothing, softcap, excluded_id, want_grad
-) -> torch.Tensor:
-    """logits [N, V] of any float dtype -> unweighted loss [N] in fp32 (fp64 for fp64).
-
-    logits are scratch: with want_grad they end as row_weight * (d loss / d logits), else undefined.
-    target [N] int64 in [0, V); row_weight [N] fp32; smoothing: float or [N] fp32.
-    """
+    logits: Tensor,  # [N, V] of any float dtype, scratch
+    target: Tensor,  # [N] int64 in [0, V)
+    row_weight: Tensor,  # [N] fp32
+    smoothing: Tensor | float,  # [N] fp32
+    softcap: float | None, excluded_id: int | None, want_grad: bool,
+) -> Tensor:  # [N] fp32 (fp64 for fp64)
+    """The unweighted loss of each row; with want_grad, logits end as row_weight * (d loss / d
+    logits), else undefined."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     loss = torch.empty(len(logits), dtype=wide, device=logits.device)
     step = max(1, ROW_BLOCK_BYTES // (logits.shape[1] * wide.itemsize))
     for start in range(0, len(logits), step):
         part = slice(start, start + step)
         weight = row_weight[part] if want_grad else None
-        smooth = smoothing[part] if isinstance(smoothing, torch.Tensor) else smoothing
+        smooth = smoothing[part] if isinstance(smoothing, Tensor) else smoothing
         values = logits[part].to(wide)
         loss[part] = _block_(values, target[part, None], weight, smooth, softcap, excluded_id)
         if want_grad and values.dtype != logits.dtype:
@@ -32,9 +35,13 @@ def cross_entropy_rows_(
     return loss
 
 
-def _block_(values, target, weight, smoothing, softcap, excluded_id):
-    """The above on [n, V] fp32 or fp64 values, target [n, 1]; weight None: no gradient."""
-    want_grad, smooth = weight is not None, isinstance(smoothing, torch.Tensor) or smoothing > 0
+def _block_(
+    values: Tensor,  # [n, V] fp32 or fp64
+    target: Tensor, weight: Tensor | None, smoothing: Tensor | float,  # [n, 1], [n], [n]
+    softcap: float | None, excluded_id: int | None,
+) -> Tensor:  # [n]
+    """A block of `cross_entropy_rows_`; no weight: no gradient."""
+    want_grad, smooth = weight is not None, isinstance(smoothing, Tensor) or smoothing > 0
     slope = None
     if softcap is not None:
         values.div_(softcap).tanh_()

@@ -1,13 +1,15 @@
 """Cross-entropy of rows of logits that become their own gradient, in Triton.
 
-The twin of _cross_entropy_torch.py: one program per row, two passes over it. A row of LLaDA is
-253 KB and doesn't fit in shared memory, so the second pass reads it again, from L2 if it is lucky.
+The Triton implementation of _cross_entropy_torch.py: one program per row, two passes over it. A
+row of LLaDA is 253 KB and doesn't fit in shared memory, so the second pass reads it again, from L2
+if it is lucky.
 Letters: N rows, V vocabulary.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._device_triton import down_cast, on_device, soft_cap
 
@@ -18,18 +20,11 @@ WARPS = 8
 
 @triton.jit
 def _cross_entropy_rows_kernel(
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    smoothing_ptr,
-    loss_ptr,
-    V,
-    stride_n,
-    EXCLUDED: tl.constexpr,
-    CAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    WANT_GRAD: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    logits_ptr,  # [N, V]
+    target_ptr, weight_ptr, smoothing_ptr, loss_ptr,  # [N]
+    V, stride_n,
+    EXCLUDED: tl.constexpr, CAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    WANT_GRAD: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_n
@@ -96,17 +91,16 @@ def _cross_entropy_rows_kernel(
 
 
 def cross_entropy_rows_(
-    logits, target, row_weight, smoothing, softcap, excluded_id, want_grad
-) -> torch.Tensor:
-    """logits [N, V], contiguous rows -> unweighted loss [N] fp32, 0 where row_weight is 0.
-
-    As in _cross_entropy_torch.py: with want_grad, logits end as row_weight * (d loss / d logits).
-    """
+    logits: Tensor,  # [N, V], contiguous along V, scratch
+    target: Tensor, row_weight: Tensor, smoothing: Tensor | float,  # [N]
+    softcap: float | None, excluded_id: int | None, want_grad: bool,
+) -> Tensor:  # [N] fp32
+    """As in _cross_entropy_torch.py; the loss is 0 where row_weight is 0."""
     size, vocabulary = logits.shape
     assert logits.stride(1) == 1, "the rows of logits must be contiguous"
     loss = torch.empty(size, dtype=torch.float32, device=logits.device)
-    has_smoothing = isinstance(smoothing, torch.Tensor) or smoothing != 0
-    if has_smoothing and not isinstance(smoothing, torch.Tensor):
+    has_smoothing = isinstance(smoothing, Tensor) or smoothing != 0
+    if has_smoothing and not isinstance(smoothing, Tensor):
         smoothing = torch.full_like(loss, smoothing)
     if size == 0:
         return loss

@@ -1,23 +1,24 @@
 """Device helpers that several kernels share: Philox words, rounding to bf16, one tile of logits.
 
-Letters: N loss rows, D hidden size, V vocabulary.
+Letters: N rows, D hidden size, V vocabulary.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
-def on_device(tensor):
+def on_device(tensor: Tensor) -> AbstractContextManager:
     """Make the tensor's GPU the current one: Triton launches on the current device whatever the
     tensors say, and a kernel on cuda:0 that gets pointers of cuda:1 fails or corrupts."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def close(tensor):
-    """The same values with neighbouring entries along the last dimension; the others may have any
+def close(tensor: Tensor) -> Tensor:
+    """The same values with neighboring entries along the last dimension; the others may have any
     strides, so that a slice of a joint projection isn't copied."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -26,12 +27,8 @@ def close(tensor):
 def philox_words(position, draw, low, high, key_low, key_high):
     """The four words of Philox4x32-10 as uint32; of each argument the low 32 bits count."""
     return tl.philox_impl(
-        position.to(tl.uint32),
-        draw.to(tl.uint32),
-        low.to(tl.uint32),
-        high.to(tl.uint32),
-        key_low.to(tl.uint32),
-        key_high.to(tl.uint32),
+        position.to(tl.uint32), draw.to(tl.uint32), low.to(tl.uint32), high.to(tl.uint32),
+        key_low.to(tl.uint32), key_high.to(tl.uint32),
     )
 
 
@@ -63,7 +60,7 @@ def gumbel_tile(noise_ptr, rows, tile, N, BLOCK_V: tl.constexpr):
     key_high = tl.load(noise_ptr + 4 * N + rows, mask=inside, other=0)[:, None]
     group = tile * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)[None, :]
     a, b, c, d = philox_words(group, position, step, request, key_low, key_high)
-    # One block of four words serves four neighbouring ids: interleave a b c d along the row.
+    # One block of four words serves four neighboring ids: interleave a b c d along the row.
     even = tl.join(_gumbel_word(a), _gumbel_word(c))
     odd = tl.join(_gumbel_word(b), _gumbel_word(d))
     return tl.reshape(tl.join(even, odd), (rows.shape[0], BLOCK_V))
@@ -110,27 +107,24 @@ def soft_cap(x, CAP: tl.constexpr):
 
 @triton.jit
 def logits_tile(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    rows,
-    cols,
-    N,
-    V,
-    D,
-    stride_x,
-    stride_w,
-    CAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, N, V, D, stride_x, stride_w,
+    CAP: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """fp32 logits [rows, cols] of x [N, D] and w [V, D]; rows and columns past the end repeat
-    the last one (no masks along D, so the loads stay 16 bytes wide) and are dropped later."""
+    """(tile, rows, cols, fp32 logits [rows, cols]) of this program, of x [N, D] and w [V, D].
+
+    Rows and columns past the end repeat the last one (no masks along D, so the loads stay 16 bytes
+    wide) and are dropped later.
+    """
+    # The row block runs fastest: its neighbors find the 1 MB tile of w in L2.
+    row_blocks = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0) // row_blocks
+    rows = tl.program_id(0) % row_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     offs_d = tl.arange(0, BLOCK_D)
     x_rows = x_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * stride_x
     w_cols = w_ptr + tl.minimum(cols, V - 1).to(tl.int64)[None, :] * stride_w
-    logits = tl.zeros((rows.shape[0], cols.shape[0]), dtype=tl.float32)
+    logits = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         d = start + offs_d
         if EVEN_D:
@@ -143,7 +137,7 @@ def logits_tile(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + tl.minimum(cols, V - 1))
         logits += bias.to(tl.float32)[None, :]
-    return soft_cap(logits, CAP)
+    return tile, rows, cols, soft_cap(logits, CAP)
 
 
 @triton.jit

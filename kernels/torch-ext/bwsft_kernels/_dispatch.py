@@ -5,11 +5,14 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
+from torch import Tensor
 
 
-def graph_break(fn):
+def graph_break(fn: Callable) -> Callable:
     """Make `fn` one graph break under torch.compile.
 
     torch.compiler.disable as a decorator would import torch._dynamo, about a second, for users who
@@ -25,10 +28,16 @@ def graph_break(fn):
     return call
 
 
-def check_floating(**tensors: torch.Tensor) -> None:
+def tracked(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed from the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def check_float(**tensors: Tensor | None) -> None:
     """ValueError for a tensor that is distributed, no floating-point one, or on another device
-    than the first: a kernel would read its address on the wrong GPU."""
+    than the first: a kernel would read its address on the wrong GPU. None passes."""
     distributed = sys.modules.get("torch.distributed.tensor")
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, device = next((name, tensor.device) for name, tensor in tensors.items())
     for name, tensor in tensors.items():
         if distributed is not None and isinstance(tensor, distributed.DTensor):
@@ -39,20 +48,20 @@ def check_floating(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}, but {first} on {device}: move it")
 
 
-def first_derivative_only(name: str):
+def once_differentiable(name: str) -> Callable[[Callable], Callable]:
     """Decorator of a backward: what it returns raises where it is differentiated again, as a
     gradient penalty does. Without it the second derivative would silently be 0."""
 
-    def decorate(backward):
+    def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
         def call(ctx, *upstream):
             with torch.no_grad():
                 grads = backward(ctx, *upstream)
-            if not torch.is_grad_enabled():  # the rule: no create_graph=True
+            if not torch.is_grad_enabled():  # the usual case: no create_graph=True
                 return grads
             return tuple(
                 _NoSecondDerivative.apply(g, g.new_zeros(0).requires_grad_(), name)
-                if isinstance(g, torch.Tensor) else g for g in grads
+                if isinstance(g, Tensor) else g for g in grads
             )
 
         return call
@@ -64,17 +73,17 @@ class _NoSecondDerivative(torch.autograd.Function):
     """Identity of grad; anchor makes it part of a graph."""
 
     @staticmethod
-    def forward(ctx, grad, anchor, name):
+    def forward(ctx, grad: Tensor, anchor: Tensor, name: str) -> Tensor:
         ctx.name = name
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx, upstream: Tensor):
         raise RuntimeError(f"{ctx.name} has no second derivative (double backward)")
 
 
 @functools.cache
-def _import_twin(name: str):
+def _import_triton(name: str) -> tuple[ModuleType | None, str | None]:
     """(module, None), or (None, why it can't be imported)."""
     try:
         return importlib.import_module(f".{name}", __package__), None
@@ -92,8 +101,8 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def triton_twin(impl: str, tensor: torch.Tensor, name: str):
-    """The Triton module `name` to use for `tensor`, or None for the torch implementation.
+def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | None:
+    """The module `name` of Triton kernels to use for `tensor`, or None for torch.
 
     Triton has no float64 path: "auto" takes torch for it, "triton" raises ValueError.
     """
@@ -108,7 +117,7 @@ def triton_twin(impl: str, tensor: torch.Tensor, name: str):
     elif not (tensor.is_cuda or interpreting()):
         reason = f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is not set"
     else:
-        module, reason = _import_twin(name)
+        module, reason = _import_triton(name)
         if module is not None:
             return module
         if impl == "auto":
@@ -122,12 +131,12 @@ def debugging() -> bool:
     return os.environ.get("BWSFT_DEBUG", "0") == "1"
 
 
-def checking(tensor: torch.Tensor) -> bool:
+def checking(tensor: Tensor) -> bool:
     """Whether to look at values: a dozen small launches on a GPU, so there only if asked to."""
     return not tensor.is_cuda or debugging()
 
 
-def require(condition: torch.Tensor, message) -> None:
+def require(condition: Tensor, message: Callable[[], str]) -> None:
     """Raise ValueError(message()) unless the 0-dim bool tensor `condition` holds.
 
     On a GPU, reading it would stall the stream, so there it is a device-side assertion;

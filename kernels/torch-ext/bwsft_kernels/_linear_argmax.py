@@ -3,11 +3,13 @@
 Letters: N rows, D hidden size, V vocabulary.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from ._dispatch import graph_break, triton_twin
+from ._dispatch import graph_break, triton_implementation
 from ._linear_cross_entropy_args import check_head, matmul_dtype
 from ._matmul import no_autocast, plan_chunks, wide_logits
 from .philox import gumbel, gumbel_key, gumbel_u24
@@ -18,63 +20,56 @@ ROW_BLOCK_BYTES = 16 << 20  # the Gumbel numbers of a block take about 10 times 
 
 @dataclass(frozen=True)
 class GumbelKey:
-    """Where noise comes from: seed, and request, step, position [...] int64 of each row.
-
-    Equal keys give equal noise, in any batch and on any device (`philox.gumbel_u24`).
-    """
+    """Where noise comes from: equal keys give equal noise, in any batch and on any device
+    (`philox.gumbel_u24`)."""
 
     seed: int
-    request: torch.Tensor
-    step: torch.Tensor
-    position: torch.Tensor
+    request: Tensor  # [...] int64, as the next two
+    step: Tensor
+    position: Tensor
 
 
 @dataclass(frozen=True)
 class LinearArgmax:
-    """token [...] int64; confidence, entropy, margin [...] fp32 (fp64 for fp64 input).
+    """What `linear_argmax` returns; entropy and margin are None unless wanted."""
 
-    entropy and margin are None unless wanted. nan_flag: 0-dim bool on the device, set if a row has
-    a NaN confidence; the token of that row means nothing.
-    """
-
-    token: torch.Tensor
-    confidence: torch.Tensor
-    entropy: torch.Tensor | None
-    margin: torch.Tensor | None
-    nan_flag: torch.Tensor
+    token: Tensor  # [...] int64
+    confidence: Tensor  # [...] fp32 (fp64 for fp64 input), as the next two
+    entropy: Tensor | None
+    margin: Tensor | None
+    nan_flag: Tensor  # 0-dim bool: a row has a NaN confidence, and its token means nothing
 
 
 @dataclass(frozen=True)
 class ArgmaxOptions:
-    """Validated options. banned ids leave choice and normaliser, hidden_id the choice only."""
+    """Validated options; the compile-time side of the Triton kernels too."""
 
-    banned: tuple[int, ...]
-    hidden_id: int | None
-    temperature: float
+    banned: tuple[int, ...]  # ids that leave choice and softmax
+    hidden_id: int  # the id that leaves the choice only, or -1
     entropy: bool
     margin: bool
-    softcap: float | None
+    softcap: float  # or 0
     round_bf16: bool
 
 
 @graph_break
 @torch.no_grad()
 def linear_argmax(
-    input,
-    linear_weight,
+    input: Tensor,  # [..., D] fp32, fp16, bf16 or fp64
+    linear_weight: Tensor,  # [V, D]
     *,
-    linear_bias=None,
-    banned_ids=(),
+    linear_bias: Tensor | None = None,  # [V]
+    banned_ids: Collection[int] = (),
     mask_id: int | None = None,
     subs: bool = False,
     temperature: float = 0.0,
     gumbel: GumbelKey | None = None,
-    want=("confidence",),
+    want: Collection[str] = ("confidence",),
     softcap: float | None = None,
     round_logits: str | None = None,
     impl: str = "auto",
 ) -> LinearArgmax:
-    """Choose a token for each row of input [..., D] under the head linear_weight [V, D].
+    """Choose a token for each row of the input under a linear head, and say how sure it is.
 
     Logits are accumulated in fp32 (fp64 for fp64 input); round_logits="bf16" rounds them as a bf16
     model would. banned_ids can't be chosen and leave the softmax; mask_id can't be chosen, and with
@@ -85,24 +80,27 @@ def linear_argmax(
     `gumbel`. No gradient. ValueError for options that don't fit.
     """
     check_head(input, linear_weight, linear_bias)
-    job = _options(
+    options = _options(
         banned_ids, mask_id, subs, temperature, gumbel, want, softcap, round_logits,
-        len(linear_weight),
-    )
+        len(linear_weight))
     dtype = matmul_dtype(input, linear_weight, linear_bias)
     x = input.reshape(-1, input.shape[-1]).to(dtype)
     noise = _noise_key(gumbel, input) if temperature > 0 else None
-    twin = triton_twin(impl, x, "_linear_argmax_triton")
-    compute = twin.head_argmax if twin else _argmax_torch
+    kernels = triton_implementation(impl, x, "_linear_argmax_triton")
+    compute = kernels.head_argmax if kernels else _argmax_torch
     bias = None if linear_bias is None else linear_bias.to(dtype)
     with no_autocast(x.device):
-        token, *numbers = compute(x, linear_weight.to(dtype), bias, job, noise)
+        token, *numbers = compute(x, linear_weight.to(dtype), bias, options, noise, temperature)
     shape = input.shape[:-1]
     numbers = [None if value is None else value.view(shape) for value in numbers]
     return LinearArgmax(token.view(shape), *numbers, nan_flag=torch.isnan(numbers[0]).any())
 
 
-def _options(banned, mask_id, subs, temperature, key, want, softcap, round_logits, vocabulary):
+def _options(
+    banned: Collection[int], mask_id: int | None, subs: bool, temperature: float,
+    key: GumbelKey | None, want: Collection[str], softcap: float | None,
+    round_logits: str | None, vocabulary: int,
+) -> ArgmaxOptions:
     banned = {int(token) for token in banned}
     hidden = mask_id
     if mask_id is not None and (subs or mask_id in banned):
@@ -124,13 +122,13 @@ def _options(banned, mask_id, subs, temperature, key, want, softcap, round_logit
     if round_logits not in (None, "bf16"):
         raise ValueError(f'round_logits must be None or "bf16", not {round_logits!r}')
     return ArgmaxOptions(
-        tuple(sorted(banned)), hidden, float(temperature), "entropy" in want, "margin" in want,
-        softcap, round_logits == "bf16",
+        tuple(sorted(banned)), -1 if hidden is None else hidden, "entropy" in want,
+        "margin" in want, 0.0 if softcap is None else softcap, round_logits == "bf16",
     )
 
 
-def _noise_key(key: GumbelKey, input):
-    """[5, N] int64: position, step, request and the two key words of each row."""
+def _noise_key(key: GumbelKey, input: Tensor) -> Tensor:  # [..., D] -> [5, N] int64
+    """Position, step, request and the two key words of each row."""
     shape, rows = input.shape[:-1], []
     for name in ("position", "step", "request"):
         value = torch.as_tensor(getattr(key, name), dtype=torch.int64, device=input.device)
@@ -140,14 +138,19 @@ def _noise_key(key: GumbelKey, input):
     return torch.stack([*rows, *gumbel_key(key.seed, rows[2])])
 
 
-def _argmax_torch(x, weight, bias, job: ArgmaxOptions, noise):
-    """(token, confidence, entropy or None, margin or None), each [N]."""
+def _argmax_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    options: ArgmaxOptions,
+    noise: Tensor | None,  # [5, N]
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # each [N]
+    """(token, confidence, entropy or None, margin or None)."""
     size, vocabulary = len(x), len(weight)
     wide = torch.promote_types(x.dtype, torch.float32)
     token = torch.empty(size, dtype=torch.int64, device=x.device)
     confidence = torch.empty(size, dtype=wide, device=x.device)
-    entropy = torch.empty_like(confidence) if job.entropy else None
-    margin = torch.empty_like(confidence) if job.margin else None
+    entropy = torch.empty_like(confidence) if options.entropy else None
+    margin = torch.empty_like(confidence) if options.margin else None
     row_bytes = vocabulary * wide.itemsize
     block = max(1, ROW_BLOCK_BYTES // row_bytes)
     for start, stop in plan_chunks(size, row_bytes, LOGITS_BYTES):
@@ -156,37 +159,42 @@ def _argmax_torch(x, weight, bias, job: ArgmaxOptions, noise):
             rows = slice(first, min(first + block, stop))
             values = logits[first - start : rows.stop - start]
             part = None if noise is None else noise[:, rows]
-            results = _block_argmax(values, job, part)
+            results = _block_argmax(values, options, part, temperature)
             for out, value in zip((token, confidence, entropy, margin), results, strict=True):
                 if out is not None:
                     out[rows] = value
     return token, confidence, entropy, margin
 
 
-def _block_argmax(values, job: ArgmaxOptions, noise):
-    """values [n, V] fp32 or fp64, scratch; noise [5, n] or None -> four results, each [n]."""
-    if job.softcap is not None:
-        values.div_(job.softcap).tanh_().mul_(job.softcap)
-    if job.round_bf16:
+def _block_argmax(
+    values: Tensor,  # [n, V] fp32 or fp64, scratch
+    options: ArgmaxOptions,
+    noise: Tensor | None,  # [5, n]
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # each [n]
+    if options.softcap > 0:
+        values.div_(options.softcap).tanh_().mul_(options.softcap)
+    if options.round_bf16:
         values = values.bfloat16().to(values.dtype)
-    values[:, list(job.banned)] = float("-inf")
+    values[:, list(options.banned)] = float("-inf")
     top = values.amax(1, keepdim=True)
     values -= top
     weights = values.exp()  # [n, V], the softmax times norm
     norm = weights.sum(1)
     entropy = margin = None
-    if job.entropy:
+    if options.entropy:
+        # H = log sum e^z - sum p z, with z relative to the top.
         entropy = norm.log() - (weights * values.masked_fill(weights == 0, 0)).sum(1) / norm
-    if job.hidden_id is not None:
-        values[:, job.hidden_id] = float("-inf")
-    if job.margin:
+    if options.hidden_id >= 0:
+        values[:, options.hidden_id] = float("-inf")
+    if options.margin:
         best = values.topk(min(2, values.shape[1]), dim=1).values.exp() / norm[:, None]
         margin = best[:, 0] - best[:, 1:].sum(1)
     choice = values
     if noise is not None:
         position, step, request, *key = noise
         u24 = gumbel_u24(values.shape[1], position, step, request, key)
-        choice = values + job.temperature * gumbel(u24, values.dtype)
+        choice = values + temperature * gumbel(u24, values.dtype)
     token = choice.argmax(1)
     confidence = values.gather(1, token[:, None])[:, 0].exp() / norm
     return token, confidence, entropy, margin

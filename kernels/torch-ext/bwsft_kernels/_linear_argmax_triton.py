@@ -5,43 +5,21 @@ merges the tiles in a fixed order. No locks, no atomics: the same bits in every 
 Letters: N rows, D hidden size, V vocabulary, P vocabulary tiles.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._device_triton import gumbel_tile, join_sums, logits_tile, on_device, round_bf16
+from ._linear_argmax import ArgmaxOptions
 from ._tuning import Tile, tuned
 
 # Slots of the partial results, fp32 [P, SLOTS, N]. TOP, SUM and MEAN belong to the softmax, FIRST
 # and SECOND are the two best candidates, BEST the one chosen (with noise) and RAW its logit.
-TOP = tl.constexpr(0)
-SUM = tl.constexpr(1)
-MEAN = tl.constexpr(2)
-FIRST = tl.constexpr(3)
-SECOND = tl.constexpr(4)
-BEST = tl.constexpr(5)
-RAW = tl.constexpr(6)
-SLOTS = tl.constexpr(7)
+TOP, SUM, MEAN, FIRST, SECOND, BEST, RAW, SLOTS = map(tl.constexpr, range(8))
 
 MERGE_TILES = 128
 MERGE_ROWS = 8
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The compile-time side of ArgmaxOptions."""
-
-    banned: tuple  # ids that leave choice and softmax
-    hidden_id: int  # the id that leaves the choice only, or -1
-    noise: bool
-    entropy: bool
-    margin: bool
-    softcap: float
-    round_bf16: bool
-    has_bias: bool
-    even_d: bool
 
 
 @triton.jit
@@ -59,32 +37,15 @@ def _first_max(values, AXIS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])  # rows come in any number; compile once
 def _head_stats_fwd_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    noise_ptr,
-    partial_ptr,
-    token_ptr,
-    N,
-    V,
-    D,
-    stride_x,
-    stride_w,
-    temperature,
-    PLAN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, noise_ptr,  # [N, D], [V, D], [V], [5, N]
+    partial_ptr, token_ptr,  # [P, SLOTS, N], [P, N]
+    N, V, D, stride_x, stride_w, temperature,
+    PLAN: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    # The row block runs fastest: its neighbours find the 1 MB tile of w in L2.
-    row_blocks = tl.cdiv(N, BLOCK_N)
-    tile = tl.program_id(0) // row_blocks
-    rows = tl.program_id(0) % row_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    logits = logits_tile(
-        x_ptr, w_ptr, bias_ptr, rows, cols, N, V, D, stride_x, stride_w,
-        PLAN.softcap, PLAN.has_bias, PLAN.even_d, BLOCK_D,
-    )
+    tile, rows, cols, logits = logits_tile(
+        x_ptr, w_ptr, bias_ptr, N, V, D, stride_x, stride_w,
+        PLAN.softcap, HAS_BIAS, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
     if PLAN.round_bf16:
         logits = round_bf16(logits)
     allowed = cols < V
@@ -112,7 +73,7 @@ def _head_stats_fwd_kernel(
         second = tl.max(tl.where(is_first, float("-inf"), logits), axis=1)
         tl.store(out + FIRST * N, best, mask=row_in)
         tl.store(out + SECOND * N, second, mask=row_in)
-    if PLAN.noise:
+    if HAS_NOISE:
         noised = logits + temperature * gumbel_tile(noise_ptr, rows, tile, N, BLOCK_V)
         best, index = _first_max(noised, 1)
         is_best = tl.arange(0, BLOCK_V)[None, :] == index[:, None]
@@ -124,15 +85,10 @@ def _head_stats_fwd_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def _head_stats_merge_kernel(
-    partial_ptr,
-    part_token_ptr,
-    token_ptr,
-    numbers_ptr,
-    N,
-    P,
-    PLAN: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    partial_ptr, part_token_ptr,  # [P, SLOTS, N], [P, N]
+    token_ptr, numbers_ptr,  # [N], [3, N]
+    N, P,
+    PLAN: tl.constexpr, HAS_NOISE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_in = rows < N
@@ -171,7 +127,7 @@ def _head_stats_merge_kernel(
         better = new > best  # not >=: the lower tile keeps a tie
         token = tl.where(better, new_token, token)
         new_raw = new
-        if PLAN.noise:
+        if HAS_NOISE:
             raws = tl.load(part + RAW * N, mask=inside, other=0.0)
             new_raw = tl.sum(tl.where(is_best, raws, 0.0), axis=0)
         raw = tl.where(better, new_raw, raw)
@@ -186,48 +142,40 @@ def _head_stats_merge_kernel(
         tl.store(numbers_ptr + 2 * N + rows, margin, mask=row_in)
 
 
-def head_argmax(x, weight, bias, options, noise):
-    """x [N, D], weight [V, D], bias [V] or None, noise [5, N] or None, linear_argmax's options
-    -> token [N] int64, confidence, entropy or None, margin or None [N] fp32."""
+def head_argmax(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    options: ArgmaxOptions,
+    noise: Tensor | None,  # [5, N]
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # [N] int64, then fp32
+    """(token, confidence, entropy or None, margin or None)."""
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    size = len(x)
+    (size, hidden), vocabulary = x.shape, len(weight)
     numbers = x.new_empty(3, size, dtype=torch.float32)
     token = torch.empty(size, dtype=torch.int64, device=x.device)
-    plan = Plan(
-        banned=options.banned,
-        hidden_id=-1 if options.hidden_id is None else options.hidden_id,
-        noise=noise is not None,
-        entropy=options.entropy,
-        margin=options.margin,
-        softcap=0.0 if options.softcap is None else options.softcap,
-        round_bf16=options.round_bf16,
-        has_bias=bias is not None,
-        even_d=False,  # depends on the tile
-    )
+    has_noise = noise is not None
 
-    def launch(tile):
-        _launch(x, weight, bias, noise, token, numbers, plan, options.temperature, tile)
+    def launch(tile: Tile) -> None:
+        tiles = triton.cdiv(vocabulary, tile.cols)
+        partial = numbers.new_empty(tiles, SLOTS.value, size)
+        part_token = token.new_empty(tiles, size, dtype=torch.int32)
+        _head_stats_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
+            x, weight, x if bias is None else bias, noise.contiguous() if has_noise else token,
+            partial, part_token, size, vocabulary, hidden, x.stride(0), weight.stride(0),
+            temperature, PLAN=options, HAS_NOISE=has_noise, HAS_BIAS=bias is not None,
+            EVEN_D=hidden % tile.depth == 0,
+            BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        )
+        _head_stats_merge_kernel[(triton.cdiv(size, MERGE_ROWS),)](
+            partial, part_token, token, numbers, size, tiles,
+            PLAN=options, HAS_NOISE=has_noise, BLOCK_P=MERGE_TILES, BLOCK_N=MERGE_ROWS,
+            num_warps=4, enable_fp_fusion=True,
+        )
 
     if size > 0:
         with on_device(x):
-            launch(tuned("noise" if plan.noise else "stats", x, size, launch))
-    confidence, entropy, margin = numbers
-    return token, confidence, entropy if plan.entropy else None, margin if plan.margin else None
-
-
-def _launch(x, weight, bias, noise, token, numbers, plan: Plan, temperature, tile: Tile):
-    (size, hidden), vocabulary = x.shape, len(weight)
-    tiles = triton.cdiv(vocabulary, tile.cols)
-    partial = numbers.new_empty(tiles, SLOTS.value, size)
-    part_token = token.new_empty(tiles, size, dtype=torch.int32)
-    plan = replace(plan, even_d=hidden % tile.depth == 0)
-    _head_stats_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
-        x, weight, x if bias is None else bias, token if noise is None else noise.contiguous(),
-        partial, part_token, size, vocabulary, hidden, x.stride(0), weight.stride(0), temperature,
-        PLAN=plan, BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )
-    _head_stats_merge_kernel[(triton.cdiv(size, MERGE_ROWS),)](
-        partial, part_token, token, numbers, size, tiles,
-        PLAN=plan, BLOCK_P=MERGE_TILES, BLOCK_N=MERGE_ROWS, num_warps=4, enable_fp_fusion=True,
-    )
+            launch(tuned("noise" if has_noise else "stats", x, size, launch))
+    entropy, margin = (n if on else None for n, on in zip(
+        numbers[1:], (options.entropy, options.margin), strict=True))
+    return token, numbers[0], entropy, margin

@@ -2,12 +2,13 @@
 
 At N 512 and D 4096 there are 128 tiles of 128 x 128 for the 108 SMs of an A100: 59 % of two waves.
 Five splits of V fill 98.8 % of six. Splits meet in fp32, added in a fixed order by a second kernel.
-Letters: N loss rows, V vocabulary, D hidden size, K splits.
+Letters: N supervised rows, V vocabulary, D hidden size, K splits.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._device_triton import on_device
 from ._tuning import Tile, choose_splits, tuned
@@ -17,18 +18,9 @@ MERGE_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["N"])
 def _grad_input_bwd_kernel(
-    g_ptr,
-    w_ptr,
-    out_ptr,
-    N,
-    V,
-    D,
-    stride_g,
-    stride_w,
-    split_v,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    g_ptr, w_ptr, out_ptr,  # [N, V], [V, D], [K, N, D]
+    N, V, D, stride_g, stride_w, split_v,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     # The row block runs fastest: programs side by side read the same columns of w.
     row_blocks = tl.cdiv(N, BLOCK_N)
@@ -59,38 +51,36 @@ def _grad_input_merge_kernel(parts_ptr, out_ptr, numel, K: tl.constexpr, BLOCK: 
     tl.store(out_ptr + offs, total, mask=inside)
 
 
-def grad_input(g, weight) -> torch.Tensor:
-    """g [N, V] @ weight [V, D] -> fp32 [N, D], the same bits in every run."""
-    g = g if g.stride(1) == 1 else g.contiguous()
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    size, hidden = len(g), weight.shape[1]
+def grad_input(
+    g: Tensor,  # [N, V]
+    weight: Tensor,  # [V, D]
+) -> Tensor:  # [N, D] fp32
+    """g @ weight, the same bits in every run."""
+    g, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (g, weight))
+    (size, vocabulary), hidden = g.shape, weight.shape[1]
     if size == 0:
         return g.new_zeros(0, hidden, dtype=torch.float32)
 
-    def launch(tile):
-        return _launch(g, weight, tile)
+    def launch(tile: Tile) -> Tensor:
+        tiles = triton.cdiv(size, tile.rows) * triton.cdiv(hidden, tile.cols)
+        steps = triton.cdiv(vocabulary, tile.depth)
+        steps_per_split = triton.cdiv(steps, choose_splits(tile, tiles, steps, g.device))
+        splits = triton.cdiv(steps, steps_per_split)
+        parts = torch.empty(splits, size, hidden, dtype=torch.float32, device=g.device)
+        _grad_input_bwd_kernel[(tiles, splits)](
+            g, weight, parts, size, vocabulary, hidden, g.stride(0), weight.stride(0),
+            steps_per_split * tile.depth,
+            BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        )
+        if splits == 1:
+            return parts[0]
+        out = torch.empty_like(parts[0])
+        _grad_input_merge_kernel[(triton.cdiv(out.numel(), MERGE_BLOCK),)](
+            parts, out, out.numel(), K=splits, BLOCK=MERGE_BLOCK, num_warps=4,
+            enable_fp_fusion=True,
+        )
+        return out
 
     with on_device(g):
         return launch(tuned("grad_input", g, size, launch))
-
-
-def _launch(g, weight, tile: Tile):
-    (size, vocabulary), hidden = g.shape, weight.shape[1]
-    tiles = triton.cdiv(size, tile.rows) * triton.cdiv(hidden, tile.cols)
-    steps = triton.cdiv(vocabulary, tile.depth)
-    steps_per_split = triton.cdiv(steps, choose_splits(tile, tiles, steps, g.device))
-    splits = triton.cdiv(steps, steps_per_split)
-    parts = torch.empty(splits, size, hidden, dtype=torch.float32, device=g.device)
-    _grad_input_bwd_kernel[(tiles, splits)](
-        g, weight, parts, size, vocabulary, hidden, g.stride(0), weight.stride(0),
-        steps_per_split * tile.depth,
-        BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )
-    if splits == 1:
-        return parts[0]
-    out = torch.empty_like(parts[0])
-    _grad_input_merge_kernel[(triton.cdiv(out.numel(), MERGE_BLOCK),)](
-        parts, out, out.numel(), K=splits, BLOCK=MERGE_BLOCK, num_warps=4, enable_fp_fusion=True
-    )
-    return out

@@ -1,12 +1,13 @@
 """Cross-entropy of a linear head without gradient and without logits in memory.
 
 As in _linear_argmax_triton.py: one tile of logits per program, tiles merged in a fixed order.
-Letters: N loss rows, D hidden size, V vocabulary, P vocabulary tiles.
+Letters: N supervised rows, D hidden size, V vocabulary, P vocabulary tiles.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._device_triton import join_sums, logits_tile, on_device
 from ._tuning import Tile, tuned
@@ -17,35 +18,16 @@ MERGE_ROWS = 8
 
 @triton.jit(do_not_specialize=["N"])
 def _head_loss_fwd_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    target_ptr,
-    picked_ptr,
-    partial_ptr,
-    N,
-    V,
-    D,
-    stride_x,
-    stride_w,
-    EXCLUDED: tl.constexpr,
-    CAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, target_ptr,  # [N, D], [V, D], [V], [N]
+    picked_ptr, partial_ptr,  # [N] logit of the target, [P, 3, N]
+    N, V, D, stride_x, stride_w,
+    EXCLUDED: tl.constexpr, CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    # The row block runs fastest: its neighbours find the 1 MB tile of w in L2.
-    row_blocks = tl.cdiv(N, BLOCK_N)
-    tile = tl.program_id(0) // row_blocks
-    rows = tl.program_id(0) % row_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    logits = logits_tile(
-        x_ptr, w_ptr, bias_ptr, rows, cols, N, V, D, stride_x, stride_w,
-        CAP, HAS_BIAS, EVEN_D, BLOCK_D,
-    )
+    tile, rows, cols, logits = logits_tile(
+        x_ptr, w_ptr, bias_ptr, N, V, D, stride_x, stride_w,
+        CAP, HAS_BIAS, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
     row_in = rows < N
     target = tl.load(target_ptr + rows, mask=row_in, other=-1).to(tl.int32)
     # One tile owns the target's column; cols past V never match, targets lie in [0, V).
@@ -68,16 +50,9 @@ def _head_loss_fwd_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def _head_loss_merge_kernel(
-    partial_ptr,
-    picked_ptr,
-    smoothing_ptr,
-    loss_ptr,
-    N,
-    P,
-    classes,
-    HAS_SMOOTHING: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    partial_ptr, picked_ptr, smoothing_ptr, loss_ptr,  # [P, 3, N], then [N]
+    N, P, classes,
+    HAS_SMOOTHING: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_in = rows < N
@@ -101,43 +76,41 @@ def _head_loss_merge_kernel(
     tl.store(loss_ptr + rows, loss, mask=row_in)
 
 
-def head_loss(x, weight, bias, target, smoothing, softcap, excluded_id) -> torch.Tensor:
-    """x [N, D], weight [V, D], bias [V] or None, target [N] in [0, V) -> loss [N] fp32.
-
-    smoothing: float or [N] fp32. The sums of _cross_entropy_torch.py, from unrounded fp32 logits.
-    """
+def head_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    target: Tensor,  # [N] in [0, V)
+    smoothing: Tensor | float,  # [N] fp32
+    softcap: float | None, excluded_id: int | None,
+) -> Tensor:  # [N] fp32
+    """The sums of _cross_entropy_torch.py, from unrounded fp32 logits."""
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    loss = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    if len(x) == 0:
+    (size, hidden), vocabulary = x.shape, len(weight)
+    loss = torch.empty(size, dtype=torch.float32, device=x.device)
+    if size == 0:
         return loss
-    if not isinstance(smoothing, torch.Tensor):
-        smoothing = torch.full_like(loss, smoothing) if smoothing != 0 else None
+    has_smoothing = isinstance(smoothing, Tensor) or smoothing != 0
+    if has_smoothing and not isinstance(smoothing, Tensor):
+        smoothing = torch.full_like(loss, smoothing)
     excluded = -1 if excluded_id is None else excluded_id
 
-    def launch(tile):
-        _launch(x, weight, bias, target.contiguous(), smoothing, softcap, excluded, loss, tile)
+    def launch(tile: Tile) -> None:
+        tiles = triton.cdiv(vocabulary, tile.cols)
+        partial, picked = loss.new_empty(tiles, 3, size), torch.empty_like(loss)
+        _head_loss_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
+            x, weight, x if bias is None else bias, target.contiguous(), picked, partial,
+            size, vocabulary, hidden, x.stride(0), weight.stride(0),
+            EXCLUDED=excluded, CAP=0.0 if softcap is None else softcap,
+            HAS_BIAS=bias is not None, HAS_SMOOTHING=has_smoothing,
+            EVEN_D=hidden % tile.depth == 0,
+            BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        )
+        _head_loss_merge_kernel[(triton.cdiv(size, MERGE_ROWS),)](
+            partial, picked, smoothing.contiguous() if has_smoothing else loss, loss,
+            size, tiles, float(vocabulary - (excluded >= 0)), HAS_SMOOTHING=has_smoothing,
+            BLOCK_P=MERGE_TILES, BLOCK_N=MERGE_ROWS, num_warps=4, enable_fp_fusion=True,
+        )
 
     with on_device(x):
-        launch(tuned("loss", x, len(x), launch))
+        launch(tuned("loss", x, size, launch))
     return loss
-
-
-def _launch(x, weight, bias, target, smoothing, softcap, excluded, loss, tile: Tile):
-    (size, hidden), vocabulary = x.shape, len(weight)
-    tiles = triton.cdiv(vocabulary, tile.cols)
-    partial = loss.new_empty(tiles, 3, size)
-    picked = torch.empty_like(loss)
-    _head_loss_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
-        x, weight, x if bias is None else bias, target, picked, partial,
-        size, vocabulary, hidden, x.stride(0), weight.stride(0),
-        EXCLUDED=excluded, CAP=0.0 if softcap is None else softcap,
-        HAS_BIAS=bias is not None, HAS_SMOOTHING=smoothing is not None,
-        EVEN_D=hidden % tile.depth == 0,
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )
-    _head_loss_merge_kernel[(triton.cdiv(size, MERGE_ROWS),)](
-        partial, picked, loss if smoothing is None else smoothing.contiguous(), loss,
-        size, tiles, float(vocabulary - (excluded >= 0)), HAS_SMOOTHING=smoothing is not None,
-        BLOCK_P=MERGE_TILES, BLOCK_N=MERGE_ROWS, num_warps=4, enable_fp_fusion=True,
-    )

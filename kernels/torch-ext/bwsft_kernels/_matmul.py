@@ -1,8 +1,12 @@
-"""Chunks of rows, and products that accumulate in fp32 (fp64 for fp64)."""
+"""Chunks of rows, and products that accumulate in fp32 (fp64 for fp64).
 
-from contextlib import nullcontext
+Letters: N rows, D hidden size, V vocabulary.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 VOCABULARY_TILE = 8192
 
@@ -15,7 +19,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
-def no_autocast(device: torch.device):
+def no_autocast(device: torch.device) -> AbstractContextManager:
     """A context in which matmuls keep the dtypes they are given."""
     if autocast_dtype(device) is None:
         return nullcontext()
@@ -35,7 +39,7 @@ def plan_chunks(size: int, row_bytes: int, budget: int) -> list[tuple[int, int]]
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def product(a, b):
+def product(a: Tensor, b: Tensor) -> Tensor:  # [N, V], [V, D] -> [N, D]
     """a @ b in fp32 (fp64 for fp64). On a CPU, bf16 factors round the result once; fp16 factors
     are widened first, because the rounded sum of many rows can exceed 65504."""
     wide = torch.promote_types(a.dtype, torch.float32)
@@ -46,15 +50,17 @@ def product(a, b):
     return torch.mm(a, b).to(wide)
 
 
-def add_product_(total, a, b):
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:  # [V, D], [V, N], [N, D]
     """total += a @ b; total is fp32, or fp64 for fp64 factors."""
     if a.dtype == total.dtype:
         return torch.addmm(total, a, b, out=total)  # FlopCounterMode doesn't know addmm_
     return total.add_(product(a, b))
 
 
-def wide_logits(x, weight, bias):
-    """x @ weight.T + bias [N, V] in fp32 (fp64 for fp64), never rounded to 16 bits.
+def wide_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+) -> Tensor:  # [N, V]
+    """x @ weight.T + bias in fp32 (fp64 for fp64), never rounded to 16 bits.
 
     Rounded to bf16, 4 % of rows tie at the top and 2 % change their argmax.
     """

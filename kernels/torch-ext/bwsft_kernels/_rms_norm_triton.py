@@ -1,11 +1,12 @@
 """RMSNorm with the residual add before it, in Triton: a row in the registers of one program.
 
-The twin of rms_norm.py. Letters: N rows, D features.
+The Triton implementation of _rms_norm.py. Letters: N rows, D features.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._device_triton import close, down_cast, on_device
 from ._tuning import processors
@@ -18,18 +19,9 @@ PER_WARP = 512
 
 @triton.jit
 def _rms_norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    total_ptr,
-    out_ptr,
-    scale_ptr,
-    D,
-    stride_x,
-    stride_residual,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, total_ptr, out_ptr, scale_ptr,
+    D, stride_x, stride_residual, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
@@ -52,22 +44,9 @@ def _rms_norm_fwd_kernel(
 
 @triton.jit
 def _rms_norm_bwd_kernel(
-    grad_ptr,
-    total_grad_ptr,
-    total_ptr,
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    parts_ptr,
-    N,
-    D,
-    stride_grad,
-    stride_total_grad,
-    stride_total,
-    ROWS,
-    HAS_TOTAL_GRAD: tl.constexpr,
-    WANT_WEIGHT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    grad_ptr, total_grad_ptr, total_ptr, weight_ptr, scale_ptr, out_ptr, parts_ptr,
+    N, D, stride_grad, stride_total_grad, stride_total, ROWS,
+    HAS_TOTAL_GRAD: tl.constexpr, WANT_WEIGHT: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * ROWS
     cols = tl.arange(0, BLOCK_D)
@@ -83,6 +62,7 @@ def _rms_norm_bwd_kernel(
         if WANT_WEIGHT:
             # The rounded rows are what weight was multiplied with.
             part += grad * down_cast(unit, dtype).to(tl.float32)
+        # u = x / rms(x) sends a gradient g back as (g - u mean(g u)) / rms(x).
         grad *= weight
         out = (grad - unit * (tl.sum(grad * unit, axis=0) / D)) * scale
         if HAS_TOTAL_GRAD:
@@ -99,9 +79,11 @@ def _shape_of(hidden: int) -> dict:
     return {"BLOCK_D": block, "num_warps": max(1, block // PER_WARP), "enable_fp_fusion": True}
 
 
-
-def rms_norm_fwd(x, weight, eps: float, residual):
-    """As _forward of rms_norm.py, for fp32 and 16-bit tensors."""
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor, eps: float,  # [N, D] fp32 or 16 bits, [D]
+    residual: Tensor | None,  # [N, D]
+) -> tuple[Tensor, ...]:  # [N, D], [N, D], [N, 1] fp32
+    """Normed, x + residual where there is one, and 1 / rms."""
     x, (size, hidden) = close(x), x.shape
     other = x if residual is None else close(residual)
     dtype = torch.promote_types(x.dtype, other.dtype)
@@ -118,8 +100,13 @@ def rms_norm_fwd(x, weight, eps: float, residual):
     return (out, scale) if residual is None else (out, total, scale)
 
 
-def rms_norm_bwd(grad, total_grad, total, weight, scale, want_weight: bool):
-    """As rms_norm_bwd of rms_norm.py.
+def rms_norm_bwd(
+    grad: Tensor,  # [N, D] of normed
+    total_grad: Tensor | None,  # [N, D] of total, where it is used elsewhere
+    total: Tensor, weight: Tensor, scale: Tensor,  # [N, D], [D], [N, 1] 1 / rms of total
+    want_weight: bool,
+) -> tuple[Tensor, Tensor | None]:  # [N, D], [D]
+    """Gradients of total, and of weight if wanted.
 
     The gradient of weight is summed over each program's rows in registers, then over the programs
     in a fixed order: no atomics, and the same bits in every run.

@@ -1,11 +1,13 @@
 """Rotary embedding of queries and keys in Triton: one token's heads share its cosines and sines.
 
-The twin of rotary.py. Letters: T tokens, H query heads, K key/value heads, E head width.
+The Triton implementation of _rotary.py. Letters: T tokens, H query heads, K key/value heads,
+E head width.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._device_triton import close, down_cast, on_device
 
@@ -13,18 +15,9 @@ PAIRS = 2048  # of a program: 16 a thread with 4 warps
 
 
 @triton.jit
-def _turn_heads(
-    x_ptr,
-    out_ptr,
-    token,
-    heads,
-    HEADS,
-    stride_token,
-    stride_head,
-    cos,
-    sin,
-    HALF: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+def _rotate_heads(
+    x_ptr, out_ptr, token, heads, HEADS, stride_token, stride_head, cos, sin,
+    HALF: tl.constexpr, BLOCK_E: tl.constexpr,
 ):
     cols = tl.arange(0, BLOCK_E)
     inside = (heads < HEADS)[:, None] & (cols < HALF)[None, :]
@@ -39,23 +32,9 @@ def _turn_heads(
 
 @triton.jit
 def _rotary_heads_kernel(
-    q_ptr,
-    k_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    H,
-    K,
-    stride_q,
-    stride_q_head,
-    stride_k,
-    stride_k_head,
-    Q_BLOCKS,
-    INVERSE: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    H, K, stride_q, stride_q_head, stride_k, stride_k_head, Q_BLOCKS,
+    INVERSE: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, BLOCK_E)
@@ -66,25 +45,29 @@ def _rotary_heads_kernel(
     heads = tl.arange(0, BLOCK_H)
     if block < Q_BLOCKS:
         heads += block * BLOCK_H
-        _turn_heads(q_ptr, q_out_ptr, token, heads, H, stride_q, stride_q_head, cos, sin,
-                    HALF, BLOCK_E)  # fmt: skip
+        _rotate_heads(q_ptr, q_out_ptr, token, heads, H, stride_q, stride_q_head, cos, sin,
+                      HALF, BLOCK_E)
     else:
         heads += (block - Q_BLOCKS) * BLOCK_H
-        _turn_heads(k_ptr, k_out_ptr, token, heads, K, stride_k, stride_k_head, cos, sin,
-                    HALF, BLOCK_E)  # fmt: skip
+        _rotate_heads(k_ptr, k_out_ptr, token, heads, K, stride_k, stride_k_head, cos, sin,
+                      HALF, BLOCK_E)
 
 
-def _near(x):
+def _near(x: Tensor) -> Tensor:
     """`close`, and with the heads of a token within the reach of int32 offsets, as attention's own
     layout [H, T, E] of millions of tokens is not."""
     x = close(x)
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 
-def turn(q, k, cos, sin, inverse: bool):
-    """As _turn of rotary.py, for fp32 and 16-bit tensors."""
+def rotate(
+    q: Tensor | None, k: Tensor | None,  # [T, H, E], [T, K, E] fp32 or 16 bits
+    cos: Tensor, sin: Tensor,  # [T, E / 2] fp32
+    inverse: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both rotated, or rotated back."""
     if q is None:
-        return turn(k, q, cos, sin, inverse)[::-1] if k is not None else (None, None)
+        return rotate(k, q, cos, sin, inverse)[::-1] if k is not None else (None, None)
     q, other = _near(q), _near(q if k is None else k)
     (size, heads, width), more = q.shape, 0 if k is None else other.shape[1]
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -3,52 +3,49 @@
 Letters: N rows, M features.
 """
 
-import torch
+from types import ModuleType
 
-from . import torch_ops as plain
-from ._dispatch import check_floating, first_derivative_only, graph_break, triton_twin
+import torch
+from torch import Tensor
+
+from . import torch_ops
+from ._dispatch import check_float, graph_break, once_differentiable, tracked, triton_implementation
 
 
 @graph_break
-def swiglu(gate, up, *, impl: str = "auto"):
-    """silu(gate) * up, both [..., M] and of one dtype; silu is rounded to it before the product, as
-    torch's two operators do. ValueError for tensors that don't fit together."""
-    check_floating(gate=gate, up=up)
+def swiglu(
+    gate: Tensor,  # [..., M] fp32, fp16, bf16 or fp64
+    up: Tensor,  # [..., M] as gate
+    *,
+    impl: str = "auto",
+) -> Tensor:  # [..., M]
+    """Multiply up by silu(gate), which is rounded to its dtype before the product, as torch's two
+    operators do. ValueError for tensors that don't fit together."""
+    check_float(gate=gate, up=up)
     if gate.dim() == 0 or gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"gate and up must be [..., M] of one shape and dtype, not {gate.dtype} "
-            f"{list(gate.shape)} and {up.dtype} {list(up.shape)}"
-        )
-    twin = triton_twin(impl, gate, "_swiglu_triton")
+        raise ValueError(f"gate and up must be [..., M] of one shape and dtype, not {gate.dtype} "
+                         f"{list(gate.shape)} and {up.dtype} {list(up.shape)}")
+    kernels = triton_implementation(impl, gate, "_swiglu_triton")
+    if kernels is None:
+        return torch_ops.swiglu(gate, up)
     rows = [t.reshape(-1, t.shape[-1]) if t.numel() else t.reshape(0, 1) for t in (gate, up)]
-    wants = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    out = _Swiglu.apply(*rows, twin) if wants else _forward(*rows, twin)
-    return out.view(gate.shape)
-
-
-def _forward(gate, up, twin):
-    return plain.swiglu(gate, up) if twin is None else twin.swiglu_fwd(gate, up)
-
-
-def swiglu_bwd(grad, gate, up):
-    """Gradients of gate and up."""
-    gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
-    with torch.enable_grad():
-        out = plain.swiglu(gate, up)
-    return torch.autograd.grad(out, (gate, up), grad)
+    if tracked(gate, up):
+        return _Swiglu.apply(*rows, kernels).view(gate.shape)
+    return kernels.swiglu_fwd(*rows).view(gate.shape)
 
 
 class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up, twin):
-        ctx.save_for_backward(gate, up)
-        ctx.twin = twin
-        return _forward(gate, up, twin)
+    """The Triton kernels; only their inputs are kept for backward."""
 
     @staticmethod
-    @first_derivative_only("swiglu")
-    def backward(ctx, grad):
-        bwd = swiglu_bwd if ctx.twin is None else ctx.twin.swiglu_bwd
-        gate_grad, up_grad = bwd(grad, *ctx.saved_tensors)
+    def forward(ctx, gate: Tensor, up: Tensor, kernels: ModuleType) -> Tensor:  # all [N, M]
+        ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        return kernels.swiglu_fwd(gate, up)
+
+    @staticmethod
+    @once_differentiable("swiglu")
+    def backward(ctx, grad: Tensor):  # [N, M]
+        gate_grad, up_grad = ctx.kernels.swiglu_bwd(grad, *ctx.saved_tensors)
         wanted = ctx.needs_input_grad
         return gate_grad if wanted[0] else None, up_grad if wanted[1] else None, None

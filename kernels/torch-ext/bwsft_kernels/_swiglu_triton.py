@@ -1,11 +1,15 @@
 """silu(gate) * up and its gradients in Triton, entry by entry.
 
-The twin of swiglu.py. Letters: N rows, M features.
+The Triton implementation of _swiglu.py. Letters: N rows, M features.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.runtime import KernelInterface
 
 from ._device_triton import close, down_cast, on_device
 
@@ -26,16 +30,8 @@ def _swiglu_fwd_kernel(gate_ptr, up_ptr, out_ptr, M, stride_gate, stride_up, BLO
 
 @triton.jit
 def _swiglu_bwd_kernel(
-    grad_ptr,
-    gate_ptr,
-    up_ptr,
-    gate_grad_ptr,
-    up_grad_ptr,
-    M,
-    stride_grad,
-    stride_gate,
-    stride_up,
-    BLOCK_M: tl.constexpr,
+    grad_ptr, gate_ptr, up_ptr, gate_grad_ptr, up_grad_ptr,
+    M, stride_grad, stride_gate, stride_up, BLOCK_M: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -48,12 +44,12 @@ def _swiglu_bwd_kernel(
     silu = down_cast(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
     tl.store(up_grad_ptr + row * M + cols, down_cast(grad * silu, dtype), mask=inside)
     grad = down_cast(grad * up, dtype).to(tl.float32)
+    # silu'(g) = s (1 + g (1 - s))
     grad *= sigmoid * (1.0 + gate * (1.0 - sigmoid))
     tl.store(gate_grad_ptr + row * M + cols, down_cast(grad, dtype), mask=inside)
 
 
-
-def _launch(kernel, inputs, outputs) -> None:
+def _launch(kernel: KernelInterface, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     inputs, (size, width) = [close(t) for t in inputs], outputs[0].shape
     if size:
         with on_device(outputs[0]):
@@ -63,15 +59,14 @@ def _launch(kernel, inputs, outputs) -> None:
             )
 
 
-def swiglu_fwd(gate, up):
-    """gate and up [N, M] of one fp32 or 16-bit dtype -> [N, M]."""
+def swiglu_fwd(gate: Tensor, up: Tensor) -> Tensor:  # all [N, M], fp32 or 16 bits
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _launch(_swiglu_fwd_kernel, (gate, up), (out,))
     return out
 
 
-def swiglu_bwd(grad, gate, up):
-    """As swiglu_bwd of swiglu.py."""
+def swiglu_bwd(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:  # all [N, M]
+    """Gradients of gate and up."""
     outputs = [torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2)]
     _launch(_swiglu_bwd_kernel, (grad, gate, up), outputs)
     return outputs

@@ -6,9 +6,11 @@ architecture without a spilled register, which tests/kernels/test_compile_offlin
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -32,38 +34,22 @@ ANY_ROWS = 1 << 40
 # "noise" keeps 32 results a thread: with 64, Philox and two logarithms spill 50 to 340 bytes.
 TABLE = {
     ("loss", 80, 2): (
-        (16, Tile(16, 128, 128, 4, 4)),
-        (32, Tile(32, 128, 128, 4, 3)),
-        (64, Tile(64, 128, 64, 4, 4)),
-        (ANY_ROWS, Tile(128, 128, 64, 4, 3)),
+        (16, Tile(16, 128, 128, 4, 4)), (32, Tile(32, 128, 128, 4, 3)),
+        (64, Tile(64, 128, 64, 4, 4)), (ANY_ROWS, Tile(128, 128, 64, 4, 3)),
     ),
-    ("loss", 90, 2): (
-        (64, Tile(64, 128, 64, 4, 4)),
-        (ANY_ROWS, Tile(128, 128, 64, 8, 4)),
-    ),
-    ("loss", SAFE, 2): (
-        (16, Tile(16, 128, 64, 4, 3)),
-        (ANY_ROWS, Tile(64, 128, 32, 4, 4)),
-    ),
+    ("loss", 90, 2): ((64, Tile(64, 128, 64, 4, 4)), (ANY_ROWS, Tile(128, 128, 64, 8, 4))),
+    ("loss", SAFE, 2): ((16, Tile(16, 128, 64, 4, 3)), (ANY_ROWS, Tile(64, 128, 32, 4, 4))),
     ("noise", 80, 2): (
-        (16, Tile(16, 128, 128, 4, 4)),
-        (32, Tile(32, 128, 128, 4, 3)),
+        (16, Tile(16, 128, 128, 4, 4)), (32, Tile(32, 128, 128, 4, 3)),
         (ANY_ROWS, Tile(64, 128, 64, 8, 4)),
     ),
     ("noise", 90, 2): ((ANY_ROWS, Tile(64, 128, 64, 8, 4)),),
-    ("noise", SAFE, 2): (
-        (16, Tile(16, 128, 64, 4, 3)),
-        (ANY_ROWS, Tile(64, 64, 32, 4, 4)),
-    ),
+    ("noise", SAFE, 2): ((16, Tile(16, 128, 64, 4, 3)), (ANY_ROWS, Tile(64, 64, 32, 4, 4))),
     ("grad_input", 80, 2): (
-        (32, Tile(32, 128, 64, 4, 4)),
-        (64, Tile(64, 128, 64, 4, 3)),
+        (32, Tile(32, 128, 64, 4, 4)), (64, Tile(64, 128, 64, 4, 3)),
         (ANY_ROWS, Tile(128, 128, 64, 8, 3)),
     ),
-    ("grad_input", 90, 2): (
-        (64, Tile(64, 128, 64, 4, 4)),
-        (ANY_ROWS, Tile(128, 256, 64, 8, 3)),
-    ),
+    ("grad_input", 90, 2): ((64, Tile(64, 128, 64, 4, 4)), (ANY_ROWS, Tile(128, 256, 64, 8, 3))),
     ("grad_input", SAFE, 2): ((ANY_ROWS, Tile(64, 64, 64, 4, 3)),),
 }
 # As "loss", but softcap and entropy together spill 750 bytes with 4 warps at 128 x 128 on sm_80.
@@ -78,7 +64,7 @@ for _arch in (80, 90, SAFE):
 _found = {}
 
 
-def architecture(device: torch.device):
+def architecture(device: torch.device) -> int | str:
     """80, 90 or SAFE; the interpreter's CPU is SAFE."""
     if device.type != "cuda":
         return SAFE
@@ -86,7 +72,7 @@ def architecture(device: torch.device):
     return major * 10 + minor if (major, minor) in ((8, 0), (9, 0)) else SAFE
 
 
-def tuned(kernel: str, tensor: torch.Tensor, rows: int, launch) -> Tile:
+def tuned(kernel: str, tensor: Tensor, rows: int, launch: Callable[[Tile], object]) -> Tile:
     """The tile for `rows` rows of `tensor`'s dtype; launch(tile) runs it once, for the search."""
     arch = architecture(tensor.device)
     entries = TABLE[kernel, arch, tensor.element_size()]
@@ -102,7 +88,7 @@ def tuned(kernel: str, tensor: torch.Tensor, rows: int, launch) -> Tile:
     return next(tile for most, tile in entries if rows <= most)
 
 
-def milliseconds(run, repeats: int = 10) -> float:
+def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
     """Median time of `run` on the current CUDA stream, after two calls that compile and warm up."""
     times = []
     for _ in range(repeats + 2):
@@ -116,7 +102,7 @@ def milliseconds(run, repeats: int = 10) -> float:
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 4 for the interpreter's CPU, so that tests meet splits."""
+    """Streaming multiprocessors; 4 for the interpreter's CPU, so that tests get splits."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -129,7 +115,7 @@ def choose_splits(tile: Tile, tiles: int, steps: int, device: torch.device) -> i
     """
     slots = processors(device) * max(1, 8 // tile.warps)
 
-    def fill(splits):
+    def fill(splits: int) -> float:
         waves = -(-tiles * splits // slots)
         return tiles * splits / (waves * slots)
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 ORIGINS = ("response", "absolute")
+Ints = int | Tensor  # integers, of any shape that broadcasts
 
 
 @dataclass(frozen=True)
@@ -13,38 +14,37 @@ class BlockGrid:
 
     origin: the grid starts at the "response"'s first token (LLaDA, Dream), or at position 0 of the
     row, "absolute" (SDAR, LLaDA2), where a response's first and last block may be short. Positions
-    count from the row's first token; `prompt` and `response` are lengths in tokens. All arguments
-    are ints or integer tensors of shapes that broadcast, and so are the results.
+    count from the row's first token; `prompt` and `response` are lengths in tokens.
     """
 
     size: int
     origin: str = "response"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"block_size must be at least 1, not {self.size}")
         if self.origin not in ORIGINS:
             raise ValueError(f"block_origin must be one of {ORIGINS}, not {self.origin!r}")
 
-    def start(self, prompt):
+    def start(self, prompt: Ints) -> Ints:
         """Position where the block begins that holds the response's first token; before it where
         that block holds the prompt's tail too."""
         return prompt if self.origin == "response" else prompt - prompt % self.size
 
-    def num_blocks(self, prompt, response):
+    def num_blocks(self, prompt: Ints, response: Ints) -> Ints:
         """Number M of blocks that hold tokens of the response; 0 for an empty response."""
         return self._cover(prompt, response) * (response > 0)
 
-    def bounds(self, index, prompt, response):
+    def bounds(self, index: Ints, prompt: Ints, response: Ints) -> tuple[Ints, Ints]:
         """(start, stop) of the response's block number `index`, clipped to the response."""
         first = self.start(prompt) + index * self.size
         return _max(first, prompt), _min(first + self.size, prompt + response)
 
-    def index_of(self, position, prompt):
+    def index_of(self, position: Ints, prompt: Ints) -> Ints:
         """Number of the block that holds a response position, from 0."""
         return (position - self.start(prompt)) // self.size
 
-    def filled(self, prompt, response):
+    def filled(self, prompt: Ints, response: Ints) -> Ints:
         """Response length once the last block is filled to its full width."""
         return self.start(prompt) + self._cover(prompt, response) * self.size - prompt
 
@@ -53,22 +53,17 @@ class BlockGrid:
         indices = range(self.num_blocks(prompt, response))
         return [self.bounds(i, prompt, response) for i in indices]
 
-    def _cover(self, prompt, response):
+    def _cover(self, prompt: Ints, response: Ints) -> Ints:
         return (prompt + response - self.start(prompt) + self.size - 1) // self.size
 
 
-def _max(a, b):
-    return torch.maximum(*_tensors(a, b)) if _any_tensor(a, b) else max(a, b)
+def _max(a: Ints, b: Ints) -> Ints:
+    if isinstance(a, Tensor):
+        return a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
-def _min(a, b):
-    return torch.minimum(*_tensors(a, b)) if _any_tensor(a, b) else min(a, b)
-
-
-def _any_tensor(*values) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in values)
-
-
-def _tensors(a, b):
-    like = a if isinstance(a, torch.Tensor) else b
-    return torch.as_tensor(a, device=like.device), torch.as_tensor(b, device=like.device)
+def _min(a: Ints, b: Ints) -> Ints:
+    if isinstance(a, Tensor):
+        return a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)

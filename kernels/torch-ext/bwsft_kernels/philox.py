@@ -7,9 +7,11 @@ answers: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 Words are uint32 values held in int64 tensors: torch has no uint32 arithmetic on every device.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from ._dispatch import require
 
@@ -17,6 +19,7 @@ MASK32 = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+Ints = int | Tensor  # int64, of any shape that broadcasts
 
 
 class Stream(IntEnum):
@@ -35,8 +38,11 @@ class Stream(IntEnum):
     REPLACE = 10  # which visible tokens are replaced, and by what
 
 
-def philox_words(counter, key):
-    """Philox4x32-10 on 4 counter words and 2 key words (ints or int64 tensors) -> 4 words."""
+def philox_words(
+    counter: Sequence[Ints],  # 4 words
+    key: Sequence[Ints],  # 2 words
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Philox4x32-10."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     m0, m1 = MULTIPLIERS
@@ -53,27 +59,28 @@ def philox_words(counter, key):
     return c0, c1, c2, c3
 
 
-def philox4x32(counter: torch.Tensor, key) -> torch.Tensor:
-    """counter [..., 4] int64 of uint32 values, key (low, high) ints or int64 tensors -> [..., 4]"""
-    return torch.stack(philox_words(counter.unbind(-1), key), dim=-1)
-
-
 def split_seed(seed: int) -> tuple[int, int]:
     """The key words of a 64-bit seed; a negative seed counts as its two's complement."""
     return seed & MASK32, (seed >> 32) & MASK32
 
 
-def _integers(*values):
+def _integers(*values: Ints) -> list[Tensor]:
     """ints and integer tensors -> int64 tensors on the device of the first tensor."""
-    device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
     return [torch.as_tensor(v, dtype=torch.int64, device=device) for v in values]
 
 
-def philox_u24(position, draw, sample_id, *, seed: int, stream: int) -> torch.Tensor:
-    """Uniform integers in [0, 2^24), int64; ints or integer tensors, which broadcast.
+def philox_u24(
+    position: Ints,  # broadcasts with the next two
+    draw: Ints,
+    sample_id: Ints,  # the example's number in its source, in [0, 2^56), else ValueError
+    *,
+    seed: int,
+    stream: int,
+) -> Tensor:  # int64, of the common shape
+    """Uniform integers in [0, 2^24).
 
-    Counter = (position, draw, id & 0xffffffff, id >> 32 | stream << 24), key = seed. `sample_id` is
-    the example's row number in its source and must lie in [0, 2^56) (ValueError).
+    Counter = (position, draw, id & 0xffffffff, id >> 32 | stream << 24), key = seed.
     """
     position, draw, sample_id = _integers(position, draw, sample_id)
     high = sample_id >> 32
@@ -82,13 +89,15 @@ def philox_u24(position, draw, sample_id, *, seed: int, stream: int) -> torch.Te
     return philox_words(counter, split_seed(seed))[0] >> 8
 
 
-def philox_uniform(position, draw, sample_id, *, seed: int, stream: int) -> torch.Tensor:
+def philox_uniform(
+    position: Ints, draw: Ints, sample_id: Ints, *, seed: int, stream: int
+) -> Tensor:  # fp32
     """Uniform fp32 numbers in [0, 1), multiples of 2^-24; arguments as in `philox_u24`."""
     return philox_u24(position, draw, sample_id, seed=seed, stream=stream).float() * 2.0**-24
 
 
-def gumbel_key(seed: int, request: torch.Tensor):
-    """Key words [N] of the Gumbel noise of requests [N] int64.
+def gumbel_key(seed: int, request: Tensor) -> tuple[Tensor, Tensor]:  # [N] int64, as both words
+    """Key words of the Gumbel noise of requests.
 
     They are words 0 and 1 of the block with counter (0, 0, request >> 32, GUMBEL << 24) under the
     key `seed`; the low half of the request goes into the noise's own counter.
@@ -98,8 +107,12 @@ def gumbel_key(seed: int, request: torch.Tensor):
     return philox_words(counter, split_seed(seed))[:2]
 
 
-def gumbel_u24(num_ids: int, position, step, request, key) -> torch.Tensor:
-    """u24 of every vocabulary id: position, step, request [N] and key 2 x [N] -> [N, num_ids].
+def gumbel_u24(
+    num_ids: int,
+    position: Tensor, step: Tensor, request: Tensor,  # [N] int64
+    key: Sequence[Tensor],  # 2 words, each [N]
+) -> Tensor:  # [N, num_ids]
+    """u24 of every vocabulary id.
 
     Counter = (id // 4, position, step, request & 0xffffffff), word = id % 4.
     """
@@ -109,7 +122,7 @@ def gumbel_u24(num_ids: int, position, step, request, key) -> torch.Tensor:
     return torch.stack(words, dim=-1).flatten(1)[:, :num_ids] >> 8  # [N, G, 4] -> [N, V]
 
 
-def gumbel(u24: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def gumbel(u24: Tensor, dtype: torch.dtype) -> Tensor:
     """-log(-log u) for u = (u24 + 1/2) / 2^24, in `dtype`.
 
     In fp32, u24 + 1/2 isn't exact above 2^23: the largest would round to u = 1 and give +inf, which

@@ -1,28 +1,32 @@
-"""The law: each function of this package again, plain and slow, for tests and benchmarks.
+"""The reference implementations: each function of this package again, plain and slow, for tests
+and benchmarks. Shapes and options as in the public functions.
 
 Loss and head statistics use full logits in the dtype of their input (float64 for a test's truth)
-and ordinary autograd; the mask is a Python loop over tokens. Options as in the public functions.
+and ordinary autograd. The mask is a Python loop over tokens, which on purpose shares nothing with
+block_grid.py and the other implementations.
 """
 
+from collections.abc import Collection, Sequence
+
 import torch
+from torch import Tensor
 
 from ._block_mask import IGNORE, MaskedBatch, MaskSpec
+from ._linear_argmax import GumbelKey
 from .philox import MASK32, Stream, gumbel, gumbel_key, gumbel_u24, philox_words, split_seed
 
 
 def linear_cross_entropy(
-    input,
-    linear_weight,
-    target,
+    input: Tensor,  # [..., D]
+    linear_weight: Tensor,  # [V, D]
+    target: Tensor,  # [...]
     *,
-    linear_bias=None,
-    reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    row_weight=None,
-    softcap=None,
-    excluded_id=None,
-):
+    linear_bias: Tensor | None = None,  # [V]
+    reduction: str = "mean", ignore_index: int = -100,
+    label_smoothing: float | Tensor = 0.0,  # [...]
+    row_weight: Tensor | None = None,  # [...]
+    softcap: float | None = None, excluded_id: int | None = None,
+) -> Tensor:
     """Full logits, loss and gradient by autograd, in the dtype of the input."""
     keep = target != ignore_index
     if row_weight is None:
@@ -46,19 +50,15 @@ def linear_cross_entropy(
 
 
 def linear_argmax(
-    input,
-    linear_weight,
+    input: Tensor,  # [..., D]
+    linear_weight: Tensor,  # [V, D]
     *,
-    linear_bias=None,
-    banned_ids=(),
-    mask_id=None,
-    subs=False,
-    temperature=0.0,
-    gumbel_from=None,
-    softcap=None,
-    round_logits=None,
-):
-    """(token, confidence, entropy, margin), each [...]; gumbel_from is a GumbelKey."""
+    linear_bias: Tensor | None = None,  # [V]
+    banned_ids: Collection[int] = (), mask_id: int | None = None, subs: bool = False,
+    temperature: float = 0.0, gumbel_from: GumbelKey | None = None,
+    softcap: float | None = None, round_logits: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # each [...]
+    """(token, confidence, entropy, margin)."""
     logits = _logits(input, linear_weight, linear_bias, softcap)
     if round_logits == "bf16":
         logits = logits.bfloat16().to(logits.dtype)
@@ -72,8 +72,7 @@ def linear_argmax(
     best = choice.sort(dim=-1, descending=True, stable=True).indices[..., :2]
     margin = p.gather(-1, best[..., :1]) - p.gather(-1, best[..., 1:])
     if temperature > 0:
-        key = gumbel_from
-        words = gumbel_key(key.seed, key.request)
+        key, words = gumbel_from, gumbel_key(gumbel_from.seed, gumbel_from.request)
         u24 = gumbel_u24(len(linear_weight), key.position, key.step, key.request, words)
         choice = choice / temperature + gumbel(u24, choice.dtype)
     token = choice.argmax(-1)
@@ -81,25 +80,27 @@ def linear_argmax(
     return token, confidence, entropy, margin[..., 0]
 
 
-def _logits(input, weight, bias, softcap):
+def _logits(
+    input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
+) -> Tensor:  # [..., V]
     logits = torch.nn.functional.linear(input, weight, bias)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def block_mask(
-    ids,
-    prompt_lengths,
-    response_lengths,
+    ids: Tensor,  # [T] or [S, L]
+    prompt_lengths: Tensor | Sequence[int],  # [S], as the others but cu_seqlens
+    response_lengths: Tensor | Sequence[int],
     spec: MaskSpec,
     *,
-    cu_seqlens=None,
-    sample_ids=None,
-    draw=0,
-    block=None,
-    block_weights=None,
-    block_draw=None,
-    rate=None,
-    factor=None,
+    cu_seqlens: Tensor | None = None,  # [S + 1]
+    sample_ids: Tensor | None = None,
+    draw: int | Tensor = 0,
+    block: Tensor | None = None,
+    block_weights: Tensor | None = None,  # [S, M]
+    block_draw: int | Tensor | None = None,
+    rate: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> MaskedBatch:
     """One sequence and one token at a time, with Python integers."""
     size = len(prompt_lengths)
@@ -141,20 +142,20 @@ class _Dice:
     def __init__(self, spec: MaskSpec, draw: int, sample_id: int, rate24: int | None):
         self.spec, self.draw, self.sample_id, self.rate24 = spec, draw, sample_id, rate24
 
-    def u24(self, stream, position, draw=None):
+    def u24(self, stream: Stream, position: int, draw: int | None = None) -> int:
         draw = self.draw if draw is None else draw
         high = (self.sample_id >> 32) | (stream << 24)
         counter = (position, draw, self.sample_id & MASK32, high)
         return philox_words(counter, split_seed(self.spec.seed))[0] >> 8
 
-    def _own_marks(self, draw, start, length):
+    def _own_marks(self, draw: int, start: int, length: int) -> tuple[int, set[int]]:
         low, high = round(self.spec.low * 2**24), round(self.spec.high * 2**24)
         rate24 = low + ((high - low) * self.u24(Stream.RATE, 0, draw) >> 24)
         rate24 = rate24 if self.rate24 is None else self.rate24
         positions = range(start, start + length)
         return rate24, {p for p in positions if self.u24(Stream.MARKS, p, draw) < rate24}
 
-    def marks(self, start, length):
+    def marks(self, start: int, length: int) -> tuple[int, set[int]]:
         """(rate in units of 2^-24, set of marked positions)."""
         rate24, marked = self._own_marks(self.draw, start, length)
         if self.spec.pairs:
@@ -167,7 +168,7 @@ class _Dice:
             marked = {start + length - 1}
         return rate24, marked
 
-    def hides(self, position, start, end):
+    def hides(self, position: int, start: int, end: int) -> bool:
         """Whether a response token outside the active block [start, end) is masked."""
         if position < start:
             noise24 = round(self.spec.prefix_noise * 2**24)
@@ -176,7 +177,10 @@ class _Dice:
         return position >= end and self.u24(Stream.SUFFIX, position) >= leak24
 
 
-def _choose(spec: MaskSpec, prompt, response, number, given, chances):
+def _choose(
+    spec: MaskSpec, prompt: int, response: int, number: int,
+    given: int | None, chances: list[int] | None,
+) -> tuple[int, int, int, float]:
     """(index, start, length, importance factor) of the active block; number: its u24."""
     origin = prompt if spec.block_origin == "response" else prompt - prompt % spec.block_size
     bounds = range(origin, prompt + response, spec.block_size) if response else ()
@@ -201,7 +205,7 @@ def _choose(spec: MaskSpec, prompt, response, number, given, chances):
     return index, start, end - start, factor
 
 
-def _weight(spec: MaskSpec, factor, rate24, length, count):
+def _weight(spec: MaskSpec, factor: float, rate24: int, length: int, count: int) -> float:
     if count == 0:
         return 0.0
     if spec.weight == "rate":
@@ -209,7 +213,13 @@ def _weight(spec: MaskSpec, factor, rate24, length, count):
     return factor / (count if spec.weight == "count" else length)
 
 
-def _assemble(ids, noisy, labels, rows, facts, bound) -> MaskedBatch:
+def _assemble(
+    ids: Tensor,
+    noisy: list[int], labels: list[int],  # [T]
+    rows: list[tuple[int, float]],  # index and weight of each supervised token
+    facts: list[tuple[int, int, int, float, int]],  # [S]
+    bound: int,
+) -> MaskedBatch:
     flat, tail = ids.reshape(-1).tolist(), bound - len(rows)
     block, start, length, rate, count = zip(*facts, strict=True) if facts else [()] * 5
     return MaskedBatch(
@@ -219,9 +229,7 @@ def _assemble(ids, noisy, labels, rows, facts, bound) -> MaskedBatch:
         row_target=torch.tensor([flat[row] for row, _ in rows] + [IGNORE] * tail).long(),
         row_weight=torch.tensor([w for _, w in rows] + [0.0] * tail, dtype=torch.float32),
         num_rows=torch.tensor(len(rows)),
-        block=torch.tensor(block).long(),
-        block_start=torch.tensor(start).long(),
-        block_length=torch.tensor(length).long(),
-        rate=torch.tensor(rate).float(),
+        block=torch.tensor(block).long(), block_start=torch.tensor(start).long(),
+        block_length=torch.tensor(length).long(), rate=torch.tensor(rate).float(),
         count=torch.tensor(count).long(),
     )

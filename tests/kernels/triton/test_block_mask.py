@@ -1,35 +1,15 @@
 """block_mask in Triton's interpreter: the bits of the torch implementation, field by field."""
 
-import dataclasses
-import os
 import sys
 
 import pytest
 import torch
-from bwsft_kernels import MaskedBatch, MaskSpec, block_mask, reference
+from bwsft_kernels import MaskSpec, block_mask, reference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
-)
+from kernel_cases import assert_same_fields as assert_same
 
 MASK = 99
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty is filled with the largest integers, so what nobody wrote fails loudly."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def assert_same(own: MaskedBatch, law: MaskedBatch):
-    for field in dataclasses.fields(MaskedBatch):
-        one, other = getattr(own, field.name), getattr(law, field.name)
-        assert one.dtype == other.dtype and torch.equal(one, other), (field.name, one, other)
 
 
 def both(*args, **options):
@@ -78,8 +58,7 @@ def cases(draw):
         for most in (2**56 - 1, 2**31)
     )
     options = dict(sample_ids=sample_ids, draw=draws)
-    before = batch[1] % spec.block_size if spec.block_origin == "absolute" else 0
-    blocks = -(-(before + batch[2]) // spec.block_size) * (batch[2] > 0)
+    blocks = spec.grid.num_blocks(*batch[1:3])
     choice = draw(st.sampled_from(["uniform", "given", "weights"]))
     if choice == "given":
         options["block"] = draw(st.integers(0, 1000)) % blocks.clamp(min=1)
@@ -116,7 +95,7 @@ def test_bits_of_torch_many(case):
     assert_same(*both(ids, prompts, responses, spec, cu_seqlens=cu_seqlens, **options))
 
 
-def test_bits_of_the_python_loop():
+def test_bits_of_the_reference():
     ids, prompts, responses, cu_seqlens = packed([3, 0, 5], [17, 8, 1], [0, 4, 2])
     flat = dict(pairs=True, weight="flat", empty="skip")  # the block of one token has empty halves
     for more in ({}, dict(pairs=True), flat):
@@ -133,17 +112,17 @@ def test_given_rates_factors_and_block_draws_are_used():
     rate = torch.tensor([0, 2**24, 2**23, 2**24, 0, 2**23])
     factor = torch.tensor([1, 2, 3, 0.1, 5, 0], dtype=torch.float64)
     options = dict(cu_seqlens=cu_seqlens, rate=rate, factor=factor, block_draw=7)
-    own, law = both(ids, prompts, responses, spec, draw=2, **options)
-    assert_same(own, law)
+    own, expected = both(ids, prompts, responses, spec, draw=2, **options)
+    assert_same(own, expected)
     assert own.count[rate == 0].sum() == 0 and (own.count[rate == 2**24] == 4).all()
     n = int(own.count[:3].sum())
-    assert set(own.row_weight[4:n].tolist()) == {0.75}  # the third sequence, behind the second's 4
+    assert set(own.row_weight[4:n].tolist()) == {0.75}  # the third sequence, after the second's 4
     seventh = block_mask(ids, prompts, responses, spec, cu_seqlens=cu_seqlens, draw=7)
     assert torch.equal(own.block, seventh.block) and len(set(own.block.tolist())) > 1
 
 
 def test_more_sequences_and_longer_rows_than_one_tile_holds():
-    """80 sequences of blocks of 32 take 5 turns of the row list; 1300 tokens take 3 tiles."""
+    """80 sequences of blocks of 32 take 5 rounds of the row list; 1300 tokens take 3 tiles."""
     spec = MaskSpec(block_size=32, mask_id=MASK, seed=5)
     many = packed([1] * 80, [40] * 80, [0] * 80)
     assert_same(*both(*many[:3], spec, cu_seqlens=many[3]))
@@ -158,8 +137,9 @@ def test_padded_rows_give_the_marks_of_packed_ones():
     for row, (start, stop) in zip(rectangle, cu_seqlens.unfold(0, 2, 1).tolist(), strict=True):
         row[: stop - start] = ids[start:stop]
     spec = MaskSpec(block_size=8, mask_id=MASK, seed=1, suffix_leak=0.5)
-    own, law = both(rectangle.t().contiguous().t(), prompts, responses, spec)  # column-major ids
-    assert_same(own, law)
+    column_major = rectangle.t().contiguous().t()
+    own, expected = both(column_major, prompts, responses, spec)
+    assert_same(own, expected)
     flat = block_mask(ids, prompts, responses, spec, cu_seqlens=cu_seqlens, impl="triton")
     assert torch.equal(own.row_target[: int(own.num_rows)], flat.row_target[: int(flat.num_rows)])
     assert (own.noisy_ids[:, 23:] == 98).all()
@@ -168,8 +148,9 @@ def test_padded_rows_give_the_marks_of_packed_ones():
 @pytest.mark.parametrize("lengths", [([], [], []), ([4, 2], [0, 0], [1, 0]), ([0], [0], [0])])
 def test_nothing_to_mask(lengths):
     ids, prompts, responses, cu_seqlens = packed(*lengths)
-    own, law = both(ids, prompts.long(), responses.long(), MaskSpec(4, MASK), cu_seqlens=cu_seqlens)
-    assert_same(own, law)
+    own, expected = both(
+        ids, prompts.long(), responses.long(), MaskSpec(4, MASK), cu_seqlens=cu_seqlens)
+    assert_same(own, expected)
     assert int(own.num_rows) == 0 and torch.equal(own.noisy_ids, ids)
 
 
@@ -194,12 +175,12 @@ def test_one_launch(monkeypatch):
 
 
 def test_rows_past_2_31():
-    """40 tokens behind 2^31 others: an int32 offset would wrap. Untouched memory costs nothing."""
+    """40 tokens after 2^31 others: an int32 offset would wrap. Untouched memory costs nothing."""
     from bwsft_kernels import _block_mask_triton as module
 
     far, length, spec = 2**31 + 16, 40, MaskSpec(8, MASK, seed=3)
     tokens = torch.randint(90, (length,), dtype=torch.int8)
-    law = block_mask(tokens[None], [10], [28], spec, impl="torch")
+    expected = block_mask(tokens[None], [10], [28], spec, impl="torch")
     torch.use_deterministic_algorithms(False)  # don't fill 6 GB
     ids, noisy, labels = (torch.empty(far + length, dtype=torch.int8) for _ in range(3))
     ids[far:] = tokens
@@ -211,7 +192,8 @@ def test_rows_past_2_31():
         ids, (noisy, labels), rows, tuple(counts), tuple(one), 1, 8, 1, 1, 3, 0,
         PLAN=module.plan_draw(inputs, spec), BLOCK_B=8, BLOCK_Q=1, BLOCK_T=64,
     )
-    assert torch.equal(noisy[far:], law.noisy_ids[0]) and torch.equal(labels[far:], law.labels[0])
-    found = int(law.num_rows)
-    assert torch.equal(rows[0][:found], law.rows[:found] + far)
-    assert torch.equal(rows[1], law.row_target)
+    assert torch.equal(noisy[far:], expected.noisy_ids[0])
+    assert torch.equal(labels[far:], expected.labels[0])
+    found = int(expected.num_rows)
+    assert torch.equal(rows[0][:found], expected.rows[:found] + far)
+    assert torch.equal(rows[1], expected.row_target)

@@ -5,7 +5,6 @@ may differ from the float64 one only where the two candidates differ by rounding
 """
 
 import math
-import os
 import sys
 
 import pytest
@@ -13,45 +12,25 @@ import torch
 from bwsft_kernels import GumbelKey, _linear_argmax_triton, linear_argmax, reference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from kernel_cases import EPS, head_problem, key_of
 
-pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
-    ),
-    pytest.mark.filterwarnings("ignore:overflow"),  # soft-cap: 1 - 2 / exp(inf) is meant
-]
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # soft-cap: 1 - 2 / exp(inf) is meant
 
-EPS = torch.finfo(torch.float32).eps
 ALL = ("confidence", "entropy", "margin")
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """torch.empty is filled with NaN, so an output that nobody wrote fails loudly; and tiles are
-    merged two at a time, so that small vocabularies take several rounds."""
+def several_rounds(monkeypatch):
+    """Tiles are merged two at a time, so that small vocabularies take several rounds."""
     monkeypatch.setattr(_linear_argmax_triton, "MERGE_TILES", 2)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
-def problem(n, v, d, seed, dtype="fp32", scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(*shape, generator=generator) for shape in ((n, d), (v, d), (v,))]
-    tensors[0] *= scale
-    if dtype == "bf16":
-        return [t.bfloat16().float() for t in tensors]
-    return [t.half() for t in tensors] if dtype == "fp16" else tensors
-
-
-def key_of(n, seed=2**63 + 1):
-    count = torch.arange(n)
-    return GumbelKey(seed, request=count * 2**31, step=count % 5, position=count + 100)
+def problem(*shape_and_seed, **options):
+    return head_problem(*shape_and_seed, **options)[:3]
 
 
 def check(assert_no_worse, x, weight, bias, options):
-    own, law = (
+    own, plain = (
         linear_argmax(x, weight, linear_bias=bias, want=ALL, impl=impl, **options)
         for impl in ("triton", "torch")
     )
@@ -70,7 +49,7 @@ def check(assert_no_worse, x, weight, bias, options):
     swapped = logits_of(options, wide, own.token) - logits_of(options, wide, token)
     assert (same | (swapped.abs() <= near)).all()
     for name, expected in zip(ALL, truth, strict=True):
-        one, two = (getattr(result, name)[same] for result in (own, law))
+        one, two = (getattr(result, name)[same] for result in (own, plain))
         band = near * (1 + math.log(len(weight))) if name == "entropy" else near
         assert_no_worse(one, two, expected[same], band)
     assert not own.nan_flag
@@ -153,8 +132,8 @@ def test_rounded_logits_tie_as_a_bf16_model_would():
     x = torch.ones(2, 1)
     assert linear_argmax(x, weight, impl="triton").token.tolist() == [2, 2]
     own = linear_argmax(x, weight, round_logits="bf16", want=ALL, impl="triton")
-    law = linear_argmax(x, weight, round_logits="bf16", want=ALL, impl="torch")
-    assert own.token.tolist() == law.token.tolist() == [1, 1]
+    plain = linear_argmax(x, weight, round_logits="bf16", want=ALL, impl="torch")
+    assert own.token.tolist() == plain.token.tolist() == [1, 1]
     assert not own.margin.any() and torch.allclose(own.confidence, torch.tensor(0.5))
 
 

@@ -4,47 +4,23 @@ An error may be 3x that of impl="torch" in the same dtype on the same numbers, p
 roundings. bf16, which the interpreter multiplies wrongly, comes as fp32 numbers that bf16 can hold.
 """
 
-import os
 
 import pytest
 import torch
 from bwsft_kernels import _linear_cross_entropy_fwd_triton, linear_cross_entropy, reference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from kernel_cases import EPS
+from kernel_cases import head_problem as problem
 
-pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
-    ),
-    pytest.mark.filterwarnings("ignore:overflow"),  # soft-cap: 1 - 2 / exp(inf) is meant
-]
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # soft-cap: 1 - 2 / exp(inf) is meant
 
-EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """torch.empty is filled with NaN, so an output that nobody wrote fails loudly; and tiles are
-    merged two at a time, so that small vocabularies take several rounds."""
+def several_rounds(monkeypatch):
+    """Tiles are merged two at a time, so that small vocabularies take several rounds."""
     monkeypatch.setattr(_linear_cross_entropy_fwd_triton, "MERGE_TILES", 2)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def problem(n, v, d, seed, dtype="fp32", scale=1.0):
-    """x [n, d], weight [v, d], bias [v], target [n]; "bf16" numbers are stored as fp32."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(*shape, generator=generator) for shape in ((n, d), (v, d), (v,))]
-    tensors[0] *= scale
-    if dtype == "bf16":
-        tensors = [t.bfloat16().float() for t in tensors]
-    if dtype == "fp16":
-        tensors = [t.half() for t in tensors]
-    target = torch.randint(v, (n,), generator=generator)
-    target[: n // 3] = torch.tensor([0, v - 1])[torch.arange(n // 3) % 2]  # first and last class
-    return *tensors, target
 
 
 def run(impl, x, weight, bias, target, upstream, backwards=1, **options):
@@ -161,9 +137,9 @@ def test_inside_autocast():
     x, weight, _, target = problem(5, 40, 8, 0)
     upstream = torch.ones(())
     with torch.autocast("cpu", dtype=torch.float16):
-        own, law = (run(impl, x, weight, None, target, upstream) for impl in ("triton", "torch"))
-    assert own[0].dtype == own[1].dtype == torch.float32
-    for one, two in zip(own, law, strict=True):
+        results = [run(impl, x, weight, None, target, upstream) for impl in ("triton", "torch")]
+    assert results[0][0].dtype == results[0][1].dtype == torch.float32
+    for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 

@@ -1,92 +1,21 @@
 """Bugs that users reported of other fused heads, replayed on the Triton path in the interpreter.
 
-Each entry of REPORTS: `repository#number: what happened` -> a function that gives (ours, right).
-test_linear_cross_entropy_bugs.py holds those that don't depend on the kernels.
+Each entry of REPORTS: `repository#number: what happened` -> a function that gives (ours, right), on
+kernels' own ground; fused_loss_bugs.py has those of any path.
 """
 
 import math
-import os
 from functools import partial
 
+import fused_loss_bugs
 import pytest
 import torch
 import torch.nn.functional as F
 from bwsft_kernels import linear_argmax, linear_cross_entropy
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
-)
+from fused_loss_bugs import full, problem
 
 loss_of = partial(linear_cross_entropy, impl="triton")
 argmax_of = partial(linear_argmax, impl="triton")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty is filled with NaN, so an output that nobody wrote fails loudly."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def problem(n=12, v=131, d=5, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    x = (torch.randn(n, d, generator=generator) * scale).requires_grad_()
-    weight = torch.randn(v, d, generator=generator).requires_grad_()
-    target = torch.randint(v, (n,), generator=generator)
-    target[::3] = -100
-    return x, weight, target
-
-
-def full(x, weight, target, **options):
-    return F.cross_entropy(F.linear(x, weight), target, **options)
-
-
-def loss_and_grads(function, x, weight, target, upstream=None, **options):
-    loss = function(x, weight, target, **options)
-    upstream = torch.ones_like(loss) if upstream is None else upstream
-    return [loss.detach(), *torch.autograd.grad(loss, (x, weight), upstream)]
-
-
-def against_full(**options):
-    x, weight, target = problem(**options.pop("problem", {}))
-    return [loss_and_grads(f, x, weight, target, **options) for f in (loss_of, full)]
-
-
-def nothing_counts(rows, reduction):
-    x, weight, target = problem()
-    x, target = x[:rows], torch.full((rows,), -100)
-    own = loss_and_grads(loss_of, x, weight, target, reduction=reduction)
-    return own, [torch.zeros_like(t) for t in own]
-
-
-def second_backward():
-    x, weight, target = problem()
-    loss = loss_of(x, weight, target)
-    loss.backward(torch.tensor(2.0), retain_graph=True)
-    first = x.grad.clone()
-    loss.backward(torch.tensor(2.0))
-    return [x.grad - first], [first]
-
-
-def in_place_on_the_loss():
-    x, weight, target = problem()
-    loss = loss_of(x, weight, target, reduction="none")
-    loss *= 3
-    own = torch.autograd.grad(loss.sum(), x)
-    return own, torch.autograd.grad(3 * full(x, weight, target, reduction="none").sum(), x)
-
-
-def micro_batches():
-    x, weight, target = problem(30)
-    whole = loss_and_grads(loss_of, x, weight, target, reduction="sum")
-    parts = [
-        loss_and_grads(loss_of, x, weight, torch.where(torch.arange(30) % 4 == k, target, -100),
-                       reduction="sum")
-        for k in range(4)
-    ]
-    return [sum(values) for values in zip(*parts, strict=True)], whole
 
 
 def vocabulary(v):
@@ -153,22 +82,6 @@ def banned_end_token_leaves_the_softmax():
 
 
 REPORTS = {
-    "Liger-Kernel#177, torchtune#2341: all ignored, mean": partial(nothing_counts, 12, "mean"),
-    "ml-cross-entropy#49, unsloth#1417: no valid row, backward": partial(nothing_counts, 12, "sum"),
-    "trl#6859: empty batch without a graph": partial(nothing_counts, 0, "none"),
-    "Liger-Kernel#968, #678: upstream of row 0 for all": partial(
-        against_full, reduction="none", upstream=torch.linspace(-1, 2, 12)
-    ),
-    "TransformerEngine#623: expanded upstream, stride 0": partial(
-        against_full, reduction="none", upstream=torch.tensor(2.0).expand(12)
-    ),
-    "verl#6960, VeOmni#1017: strided upstream": partial(
-        against_full, reduction="none", upstream=torch.randn(12, 2)[:, 1]
-    ),
-    "unsloth-zoo#434: upstream scaled by DDP": partial(against_full, upstream=torch.tensor(0.25)),
-    "quack#209, and Liger: the second backward": second_backward,
-    "unsloth#3769: loss *= k": in_place_on_the_loss,
-    "flash-linear-attention#539, ms-swift#10165: micro-batches": micro_batches,
     "verl#2899, #2656: V 63 and the tile": partial(vocabulary, 63),
     "verl#2899: V 129": partial(vocabulary, 129),
     "verl#2899: V 507": partial(vocabulary, 507),
@@ -186,6 +99,11 @@ SLOW_REPORTS = {
     "verl#2899: V 126465": partial(vocabulary, 126465),
     "Megatron-LM#2206: V 256000": partial(vocabulary, 256000),
 }
+
+
+@pytest.mark.parametrize("report", fused_loss_bugs.REPORTS)
+def test_reported_bug_of_any_path(report):
+    fused_loss_bugs.assert_right(report, loss_of)
 
 
 def assert_right(report):

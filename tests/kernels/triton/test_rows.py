@@ -1,4 +1,4 @@
-"""The kernels behind linear_cross_entropy one by one, in Triton's interpreter.
+"""The kernels of linear_cross_entropy one by one, in Triton's interpreter.
 
 Truth is float64 from the same rounded numbers; an error may be 3x that of the torch implementation
 in the same dtype, plus a band of a few roundings. The interpreter multiplies bf16 wrongly, so where
@@ -6,11 +6,12 @@ there is a dot, bf16 comes as fp32 numbers that bf16 can hold; the row kernel ha
 """
 
 import contextlib
-import os
+import functools
 
+import kernel_cases as cases
 import pytest
 import torch
-from bwsft_kernels import _cross_entropy_torch as law
+from bwsft_kernels import _cross_entropy_torch as rows_torch
 from bwsft_kernels import _cross_entropy_triton as rows_triton
 from bwsft_kernels import _linear_cross_entropy_bwd_triton as grad_triton
 from bwsft_kernels import _linear_cross_entropy_fwd_triton as loss_triton
@@ -18,29 +19,12 @@ from bwsft_kernels import _tuning
 from bwsft_kernels._matmul import product
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from kernel_cases import DTYPES, EPS
 
-pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
-    ),
-    pytest.mark.filterwarnings("ignore:overflow"),  # soft-cap: 1 - 2 / exp(inf) is meant
-]
-
-EPS = torch.finfo(torch.float32).eps
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # soft-cap: 1 - 2 / exp(inf) is meant
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty is filled with NaN, so an output that nobody wrote fails loudly."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+normal = functools.partial(cases.normal, dtype=torch.float32)
 
 
 def copy_with_stride(x, stride):
@@ -54,8 +38,8 @@ def check_rows(assert_no_worse, logits, target, weight, *options):
     results = []
     for kernel, given_logits in (
         (rows_triton, copy_with_stride(logits, logits.shape[1] + 3)),
-        (law, logits.clone()),
-        (law, logits.double()),
+        (rows_torch, logits.clone()),
+        (rows_torch, logits.double()),
     ):
         loss = kernel.cross_entropy_rows_(given_logits, target, weight, *options, True)
         results.append((torch.where(weight == 0, 0, loss), given_logits))
@@ -104,7 +88,7 @@ def test_a_sure_row_keeps_the_digits_of_its_gradient():
     logits[:, 7] = torch.tensor([16.0, 22.0])
     truth = logits.double()
     target, weight = torch.tensor([7, 7]), torch.ones(2)
-    law.cross_entropy_rows_(truth, target, weight, 0.0, None, None, True)
+    rows_torch.cross_entropy_rows_(truth, target, weight, 0.0, None, None, True)
     rows_triton.cross_entropy_rows_(logits, target, weight, 0.0, None, None, True)
     assert -1e-4 < truth[0, 7] < -1e-5 and truth[1, 7] > -1e-7
     torch.testing.assert_close(logits.double(), truth, rtol=1e-5, atol=0)
@@ -127,15 +111,7 @@ def test_a_nan_row_has_a_nan_loss():
 
 
 def test_rows_past_2_31():
-    """Row 4 starts 2^31 elements behind row 0; an int32 offset would wrap, to a place that exists
-    here and holds something else. Memory that nobody touches costs nothing."""
-    torch.use_deterministic_algorithms(False)  # don't fill 8 GB
-    buffer = torch.empty(2**32 + 100, dtype=torch.float16)
-    buffer[:100] = 0
-
-    def far(values):
-        return buffer.as_strided(values.shape, (2**29, 1), 2**31).copy_(values)
-
+    far = cases.past_2_31()
     values, x = normal(5, 100).half(), normal(5, 100, seed=1).half()
     rest = torch.arange(5), torch.ones(5), 0.0, None, None, True
     plain, logits = values.clone(), far(values)
@@ -205,10 +181,9 @@ def test_head_loss_is_the_row_kernel_without_logits(assert_no_worse):
             for options in ((0.0, None, None), (torch.rand(n), 3.0, v - 1 if v > 2 else None)):
                 target[target == options[2]] = 0
                 own = loss_triton.head_loss(x, w, b, target, *options)
-                results = []
+                results, rest = [], (target, torch.ones(n), *options, False)
                 for wide in (dtype if dtype == torch.float16 else torch.float32, torch.float64):
                     logits = torch.nn.functional.linear(x.to(wide), w.to(wide), b.to(wide))
-                    one = torch.ones(n)
-                    results.append(law.cross_entropy_rows_(logits, target, one, *options, False))
+                    results.append(rows_torch.cross_entropy_rows_(logits, *rest))
                 band = 8 * EPS * (1 + float(logits.abs().max()))
                 assert_no_worse(own, *results, band)

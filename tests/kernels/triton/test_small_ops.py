@@ -1,48 +1,26 @@
 """rms_norm, rotary and swiglu in Triton's interpreter, alone and in a LLaDA.
 
-The checks are those of test_small_ops.py, made with the kernels. There is no tl.dot in them, so the
-interpreter is right about bf16 too.
+There is no tl.dot in them, so the interpreter is right about bf16 too.
 """
 
 import importlib
-import importlib.util
-import os
 import sys
-from pathlib import Path
 
+import kernel_cases as cases
 import pytest
 import torch
-from bwsft_kernels import _rms_norm_triton, _tuning, rms_norm, rotary, swiglu
-from bwsft_kernels import torch_ops as plain
+from bwsft_kernels import _rms_norm_triton, _tuning, rms_norm, rotary, swiglu, torch_ops
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 
-SPEC = importlib.util.spec_from_file_location(
-    "small_ops_cases", Path(__file__).parents[1] / "test_small_ops.py"
-)
-cases = sys.modules["small_ops_cases"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(cases)
-
 pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
-    ),
     pytest.mark.filterwarnings("ignore:overflow"),  # 1 / (1 + exp(200)) is meant
     pytest.mark.filterwarnings("ignore:invalid value"),  # inf / inf too
 ]
-MAKE, FUNCTIONS = cases.CASES, list(cases.CASES)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty is filled with NaN, so an output that nobody wrote fails loudly."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+MAKE, FUNCTIONS = cases.SMALL, list(cases.SMALL)
 
 
 @pytest.fixture
@@ -50,12 +28,12 @@ def used(monkeypatch):
     """Every call takes the Triton file, bf16 included; yields the names taken."""
     names = []
 
-    def twin(impl, tensor, name):
+    def taken(impl, tensor, name):
         names.append(name)
         return importlib.import_module(f"bwsft_kernels.{name}")
 
     for name in ("rms_norm", "rotary", "swiglu"):
-        monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_twin", twin)
+        monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_implementation", taken)
     return names
 
 
@@ -74,19 +52,19 @@ def test_rounding_points_are_those_of_torch(used, dtype):
     left out would change a tenth of the numbers. The norm's gradients are rounded once, not thrice.
     """
     case = cases.norm_case(dtype, (24, 100))
-    pairs = list(zip(rms_norm(*case), plain.rms_norm(*case), strict=True))
+    pairs = list(zip(rms_norm(*case), torch_ops.rms_norm(*case), strict=True))
     assert torch.equal(*pairs[1])  # the sum
     case = cases.swiglu_case(dtype, (24, 100))
-    own, law = (cases.outputs_and_grads(f, case, (0, 1)) for f in (swiglu, plain.swiglu))
-    for one, other in [*pairs, *zip(own, law, strict=True)]:
+    results = (cases.outputs_and_grads(f, case, (0, 1)) for f in (swiglu, torch_ops.swiglu))
+    for one, other in [*pairs, *zip(*results, strict=True)]:
         assert (one == other).double().mean() > 0.98
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_rotary_has_the_bits_of_torch(used, dtype):
     case = cases.rotary_case(dtype, (7,), (6, 3), 12)
-    own, law = (cases.outputs_and_grads(f, case, (0, 1)) for f in (rotary, plain.rotary))
-    assert all(torch.equal(one, two) for one, two in zip(own, law, strict=True))
+    results = (cases.outputs_and_grads(f, case, (0, 1)) for f in (rotary, torch_ops.rotary))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 NORMS = {"one": (1, 1), "wide": (2, 1025), "more rows than programs": (37, 24), "3-d": (2, 3, 64)}
@@ -122,7 +100,7 @@ def test_rows_that_are_not_finite_stay_alone(used):
     normed = rms_norm(x, weight, eps)
     assert normed.isnan().any(1).tolist() == [False, True, False, False] and not normed[2].any()
     gate = torch.tensor([[float("inf"), -float("inf"), float("nan"), -200.0]])
-    one, other = swiglu(gate, torch.ones(1, 4)), plain.swiglu(gate, torch.ones(1, 4))
+    one, other = swiglu(gate, torch.ones(1, 4)), torch_ops.swiglu(gate, torch.ones(1, 4))
     assert torch.equal(one.isnan(), other.isnan()) and one[0, 0] == float("inf")
 
 
@@ -155,7 +133,7 @@ def test_no_rows_and_an_expanded_upstream_gradient(used, function):
         if function is rotary:
             leaves[2:] = [t.detach() for t in leaves[2:]]
         grads = []
-        for f in (function, getattr(plain, function.__name__)):
+        for f in (function, cases.in_torch(function)):
             out = f(*leaves)
             out = out if isinstance(out, tuple) else (out,)
             grads.append(torch.autograd.grad(sum(t.sum() for t in out), leaves[0])[0])
@@ -176,22 +154,68 @@ def test_one_output_used(used):
             grads = [
                 torch.autograd.grad(f(*leaves)[output].sin().sum(), [leaves[i] for i in trained],
                                     allow_unused=True, materialize_grads=True)
-                for f in (function, getattr(plain, function.__name__))
+                for f in (function, cases.in_torch(function))
             ]
             torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("trained", [(0,), (3,), (1,), (0, 3), (1, 3)])
+def test_only_wanted_gradients_of_the_norm(assert_no_worse, used, trained):
+    cases.check_values(assert_no_worse, rms_norm, cases.norm_case(torch.float32), trained)
+
+
+def test_what_depends_on_nothing_trained_asks_for_no_gradient(used):
+    x, weight, eps, residual = cases.norm_case(torch.float32)
+    normed, total = rms_norm(x, weight.requires_grad_(), eps, residual)
+    assert normed.requires_grad and not total.requires_grad
+    q, k, *tables = cases.rotary_case(torch.float32)
+    assert [t.requires_grad for t in rotary(q, k.requires_grad_(), *tables)] == [False, True]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_second_backward_is_the_first_and_a_second_derivative_is_refused(used, function):
+    case = MAKE[function](torch.float32)
+    out = function(case[0].requires_grad_(), *case[1:])
+    out = out[0] if isinstance(out, tuple) else out
+    one, two = (torch.autograd.grad(out.sum(), case[0], retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(one, two) and one.any()
+    (grad,) = torch.autograd.grad(out.sin().sum(), case[0], create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{function.__name__} has no second derivative"):
+        grad.square().sum().backward()
+
+
+def saved_bytes(run):
+    """Bytes of the different tensors that autograd keeps of run()."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(kept.values())
+
+
+def test_what_is_kept_for_backward(used):
+    """swiglu: two tensors of three. rms_norm: the sum and 1 / rms of each row, where plain torch
+    keeps an fp32 copy of 16-bit rows. rotary: the tables alone."""
+    gate, up = (t.bfloat16().requires_grad_() for t in cases.swiglu_case(torch.float32, (64, 128)))
+    own, plain = (saved_bytes(lambda f=f: f(gate, up)) for f in (swiglu, torch_ops.swiglu))
+    assert own == 2 * gate.nbytes and plain == 3 * gate.nbytes
+    x, weight, eps, residual = cases.norm_case(torch.bfloat16, (64, 128))
+    x.requires_grad_()
+    own, plain = (
+        saved_bytes(lambda f=f: f(x, weight, eps, residual)) for f in (rms_norm, torch_ops.rms_norm)
+    )
+    assert own == x.nbytes + weight.nbytes + 64 * 4 and plain >= 2 * x.nbytes
+    q, k, cos, sin = cases.rotary_case(torch.bfloat16, (64,))
+    q.requires_grad_()
+    assert saved_bytes(lambda: rotary(q, k, cos, sin)) == cos.nbytes + sin.nbytes
+
+
 def test_rows_past_2_31():
-    """Row 4 starts 2^31 elements behind row 0; an int32 offset would wrap, to a place that exists
-    here and holds something else. Memory that nobody touches costs nothing."""
-    torch.use_deterministic_algorithms(False)  # don't fill 8 GB
-    buffer = torch.empty(2**32 + 100, dtype=torch.float16)
-    buffer[:100] = 0
-
-    def far(values):
-        strides = (2**29, *values.stride()[1:])
-        return buffer.as_strided(values.shape, strides, 2**31).copy_(values)
-
+    far = cases.past_2_31()
     one, other = (cases.normal(5, 96, seed=i, dtype=torch.float16) for i in (1, 2))
     weight = torch.ones(96).half()
     expected = rms_norm(one, weight, 1e-5, other, impl="triton")
@@ -204,26 +228,21 @@ def test_rows_past_2_31():
     expected = rotary(q, k, *tables, impl="triton")
     assert torch.equal(rotary(far(q), k, *tables, impl="triton")[0], expected[0])
     assert torch.equal(rotary(q, far(k), *tables, impl="triton")[1], expected[1])
-    # Heads first, as attention lays them out: head 4 is 2^31 elements behind head 0.
+    # Heads first, as attention lays them out: head 4 is 2^31 elements after head 0.
     q, _, *tables = cases.rotary_case(torch.float16, (3,), (5, 1), 24)
     apart = far(q.transpose(0, 1).contiguous()).transpose(0, 1)
-    turned = rotary(apart, None, *tables, impl="triton")[0]
-    assert torch.equal(turned, rotary(q, None, *tables, impl="triton")[0])
+    rotated = rotary(apart, None, *tables, impl="triton")[0]
+    assert torch.equal(rotated, rotary(q, None, *tables, impl="triton")[0])
 
 
-def test_rows_too_long_for_registers():
+def test_rows_too_long_for_registers(used, monkeypatch):
+    """Torch takes them where nobody insists on Triton."""
     x = torch.randn(2, _rms_norm_triton.MOST_D + 1)
     weight = torch.ones(x.shape[1])
+    assert torch.equal(rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
+    assert used == ["_rms_norm_triton"]
     with pytest.raises(ValueError, match="8193 columns, more than 8192"):
         rms_norm(x, weight, 1e-5, impl="triton")
-    assert torch.equal(rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
-
-
-def test_long_rows_take_torch_where_nobody_insists(used):
-    x = torch.randn(2, _rms_norm_triton.MOST_D + 1)
-    weight = torch.ones(x.shape[1])
-    assert torch.equal(rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
-    assert used == ["_rms_norm_triton"]
 
 
 @pytest.mark.slow
@@ -269,7 +288,7 @@ def test_a_model_with_fused_ops(assert_no_worse, used, pruned):
         out.sin().sum().backward()
         parameters = backbone.named_parameters()
         results.append([out.detach(), *(p.grad for n, p in parameters if p.grad is not None)])
-    # Two norms a layer and one at the end; the pruned layer turns queries and keys apart.
+    # Two norms a layer and one at the end; the pruned layer rotates queries and keys apart.
     counts = {name: used.count(f"_{name}_triton") for name in ("rms_norm", "rotary", "swiglu")}
     assert counts == {"rms_norm": 5, "rotary": 3 if pruned else 2, "swiglu": 2}
     for one, two, truth in zip(*results, strict=True):

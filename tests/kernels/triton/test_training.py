@@ -1,6 +1,5 @@
 """Three updates of a tiny LLaDA through the Triton kernels, beside the same through torch."""
 
-import os
 import sys
 
 import pytest
@@ -9,11 +8,6 @@ from bwsft_kernels import MaskSpec, block_mask
 
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs TRITON_INTERPRET=1 in a process of its own, see the Makefile",
-)
 
 CONFIG = dict(
     d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, mlp_hidden_size=48, vocab_size=150,
@@ -38,15 +32,15 @@ class Batch:
 
 def train(impl, train_head, monkeypatch):
     """(losses, parameters, masks, Triton files used) of three updates with kernels of `impl`."""
-    used, twin = set(), sys.modules["bwsft_kernels._dispatch"].triton_twin
+    used, choose = set(), sys.modules["bwsft_kernels._dispatch"].triton_implementation
 
     def chosen(_, tensor, name):
-        module = twin(impl, tensor, name)
+        module = choose(impl, tensor, name)
         used.update([name] if module else [])
         return module
 
     for name in ("linear_cross_entropy", "block_mask"):
-        monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_twin", chosen)
+        monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_implementation", chosen)
     backbone, batch = new_backbone(LladaConfig(**CONFIG), seed=0), Batch()
     weight, _ = backbone.head()
     weight.requires_grad_(train_head)
@@ -75,12 +69,12 @@ def test_three_updates(train_head, monkeypatch):
     losses, weights, masks, used = train("triton", train_head, monkeypatch)
     backward = "_linear_cross_entropy_bwd_triton"
     assert used == {"_block_mask_triton", "_cross_entropy_triton", backward}
-    law, law_weights, law_masks, used = train("torch", train_head, monkeypatch)
+    expected, expected_weights, expected_masks, used = train("torch", train_head, monkeypatch)
     assert not used
-    assert all(torch.equal(one, other) for one, other in zip(masks, law_masks, strict=True))
-    assert law[0] != law[1] != law[2]
+    assert all(torch.equal(one, other) for one, other in zip(masks, expected_masks, strict=True))
+    assert expected[0] != expected[1] != expected[2]
     # The same sums in another order: a loss is some 10 roundings off, and AdamW's first steps move
     # each weight by about lr times a quotient of gradients that lost the same few digits.
-    torch.testing.assert_close(losses, law, rtol=2e-6, atol=0)
-    for one, other in zip(weights, law_weights, strict=True):
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0)
+    for one, other in zip(weights, expected_weights, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
