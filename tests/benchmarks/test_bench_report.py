@@ -95,7 +95,8 @@ print(json.dumps({"bench": "x", "device": "cpu", "commit": "abc", "speedup": {"n
 
 def test_bench_prints_one_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_command, "FOLDER", tmp_path)
-    (tmp_path / "harness.py").touch()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/harness.py").touch()
     (tmp_path / "bench_loss.py").write_text(BENCH)
     (tmp_path / "bench_mask.py").write_text("raise SystemExit('the check failed: labels')")
     assert bench_command.run_bench(bench_command.BenchOptions(only=("loss", "mask"))) == 1

@@ -62,8 +62,8 @@ PLANTED = [  # rule, sources that break it, the violation
                                 f"{KERNELS}_a.py": "def f(x): pass"}, "_a.py:1: f's parameter x"),
     *((words_of_the_field, {"docs/a.md": f"Now\n{text}."}, "docs/a.md:2")
       for text in ("It is the\nlaw", "rows that bear loss", "def loss_rows()", "It meets the head",
-                   "examined on", "a mended file", "for ever", "it lies here", "what is behind it", "triton_twin",
-                   "Normalised", "the optimiser", "tokens behind the block")),
+                   "examined on", "a mended file", "for ever", "it lies here", "triton_twin",
+                   "what is behind it", "tokens behind the block", "Normalised", "the optimiser")),
     (few_entries, {f"bwsft/a{i}.py": "" for i in range(17)}, "17 entries"),
     (functions_fit_on_a_page, {"bwsft/training/trainer.py": LONG}, "trainer.py:1: f has 61 lines"),
     (readme_is_short, {"README.md": "\n" * 200}, "README.md:200"),
