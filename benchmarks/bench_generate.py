@@ -58,16 +58,14 @@ def measure(
         if truth is not None and name != "naive":
             extra["agreement"] = float((run.tokens == truth.to(run.tokens.device)).float().mean())
     weights = sum(p.nbytes for p in problem.model.parameters())
-    harness.time_interleaved(steps, results, args.device, args.rounds, warm=True)
-    for name, run in found.items():
-        result = results[name]
-        if result.note:
-            continue
+    timed = harness.time_interleaved(steps, results, args.device, args.rounds, warm=True)
+    for result, step in timed:
+        run = found[result.name]
         result.tokens_per_s = len(problem.prompts) * problem.wanted / result.median_s
         result.extra["ms/step"] = 1e3 * result.median_s / run.steps
         result.traffic_bytes = weights * run.passes
         if args.device.type == "cuda":
-            harness.memory(steps[name], result, args)
+            harness.memory(step, result, args)
     return list(results.values())
 
 

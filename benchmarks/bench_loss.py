@@ -208,18 +208,15 @@ def run_point(args: Namespace, rows: int, vocabulary: int) -> output.Point:
     tokens, kept = len(problem.target), int((problem.target != -100).sum())
     results, right = choose(args, problem)
     steps = {name: step_of(loss, problem, args.phase) for name, loss in right.items()}
-    harness.time_interleaved(steps, results, args.device, args.rounds)
+    timed = harness.time_interleaved(steps, results, args.device, args.rounds)
     passes = 1 if args.phase == "forward" else 2 + (args.head == "trainable")
-    for name, step in steps.items():
-        result = results[name]
-        if result.note:
-            continue
+    for result, step in timed:
         result.tokens_per_s = tokens / result.median_s
         result.supervised_tokens_per_s = kept / result.median_s
-        if name == "fused":  # on a GPU a part of its products is in Triton
+        if result.name == "fused":  # on a GPU a part of its products is in Triton
             loss = functools.partial(linear_cross_entropy, impl="torch")
             harness.count_cost(step_of(loss, problem, args.phase), result)
-        elif name not in ("compiled", "cce"):  # their products are out of sight
+        elif result.name not in ("compiled", "cce"):  # their products are out of sight
             harness.attempt(result, harness.count_cost, step, result)
         result.flops = result.flops or None  # 0: all of them out of the counter's sight
         if result.flops:

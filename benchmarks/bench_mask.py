@@ -157,12 +157,8 @@ def run_point(args: Namespace, sequences: int, length: int) -> output.Point:
         for name, step in found.items()
     }
     steps = {name: step for name, step in found.items() if not results[name].note}
-    harness.time_interleaved(steps, results, args.device, args.rounds)
     tokens = sum(problem.prompts) + sum(problem.responses)
-    for name, step in steps.items():
-        result = results[name]
-        if result.note:
-            continue
+    for result, step in harness.time_interleaved(steps, results, args.device, args.rounds):
         result.tokens_per_s = tokens / result.median_s
         result.traffic_bytes = 3 * 8 * sequences * length  # ids in, noisy ids and labels out
         harness.count_cost(step, result)

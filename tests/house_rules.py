@@ -8,8 +8,10 @@ import ast
 import functools
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
+STANDARD = sys.stdlib_module_names
 KERNELS = "kernels/torch-ext/bwsft_kernels/"
 
 # A room may import those on lines above its own, and itself.
@@ -142,37 +144,40 @@ def room_order(sources: dict) -> list[str]:
     return wrong
 
 
-def objectives_rest_on_the_kernels(sources: dict) -> list[str]:
-    roots = set(sys.stdlib_module_names) | {"torch", "bwsft_kernels"}
+def foreign(
+    sources: dict, place: str, allowed: Callable[[str, Import, str], bool]
+) -> list[str]:
+    """Imports at a place that allowed(path, import, its first name) refuses."""
     return [
-        f"{path}:{found.line}: an objective may not import {found.module}"
-        for path, text in python(sources, "bwsft/objectives/")
+        f"{path}:{found.line}: may not import {found.module} here"
+        for path, text in python(sources, place)
         for found in imports(text)
-        if found.module.split(".")[0] not in roots
-        and not found.module.startswith("bwsft.objectives")
-        and not is_batch_type(found)
+        if not allowed(path, found, found.module.split(".")[0])
     ]
+
+
+def objectives_rest_on_the_kernels(sources: dict) -> list[str]:
+    return foreign(
+        sources, "bwsft/objectives/",
+        lambda path, found, root: root in {*STANDARD, "torch", "bwsft_kernels"}
+        or found.module.startswith("bwsft.objectives") or is_batch_type(found),
+    )  # fmt: skip
 
 
 def kernels_import_torch_and_triton(sources: dict) -> list[str]:
-    roots = set(sys.stdlib_module_names) | {"torch"}
-    return [
-        f"{path}:{found.line}: {found.module} is not torch, nor triton in a *_triton.py"
-        for path, text in python(sources, KERNELS)
-        for found in imports(text)
-        if not found.module.startswith(".") and found.module.split(".")[0] not in roots
-        and not (found.module.split(".")[0] == "triton" and path.endswith("_triton.py"))
-    ]  # fmt: skip
+    """Triton in the files *_triton.py alone."""
+    return foreign(
+        sources, KERNELS,
+        lambda path, found, root: root in {*STANDARD, "torch", ""}
+        or (root == "triton" and path.endswith("_triton.py")),
+    )  # fmt: skip
 
 
 def libraries_stay_at_home(sources: dict) -> list[str]:
-    return [
-        f"{path}:{found.line}: {library} belongs in {', '.join(HOMES[library]) or 'the kernels'}"
-        for path, text in python(sources, "bwsft/")
-        for found in imports(text)
-        if (library := found.module.split(".")[0]) in HOMES
-        and not path.startswith((*HOMES[library], "\0"))
-    ]
+    return foreign(
+        sources, "bwsft/",
+        lambda path, _, root: root not in HOMES or path.startswith((*HOMES[root], "-")),
+    )  # fmt: skip
 
 
 def reach(path: str, sources: dict) -> dict[str, str]:
@@ -278,7 +283,7 @@ def parameters_are_annotated(sources: dict) -> list[str]:
         wrong += [
             f"{path}:{p.lineno}: {node.name}'s parameter {p.arg} has no annotation"
             for p in every
-            if p.annotation is None and p.arg not in ("self", "cls")
+            if p.annotation is None and p.arg not in ("self", "cls", "ctx")
         ]
     return wrong
 
@@ -303,12 +308,6 @@ def words_of_the_field(sources: dict) -> list[str]:
     return wrong
 
 
-def few_entries(sources: dict) -> list[str]:
-    entries = {p.split("/")[1] for p in sources if p.startswith("bwsft/")}
-    entries -= {"__init__.py", "__main__.py"}
-    return [f"bwsft:1: {len(entries)} entries: {sorted(entries)}"] if len(entries) > 16 else []
-
-
 def functions_fit_on_a_page(sources: dict) -> list[str]:
     """Triton kernels apart, whose parameters alone take a dozen lines."""
     return [
@@ -318,13 +317,14 @@ def functions_fit_on_a_page(sources: dict) -> list[str]:
     ]
 
 
-def readme_is_short(sources: dict) -> list[str]:
-    count = sources.get("README.md", "").count("\n")
-    return [f"README.md:{count}: fewer than 200 lines, please"] if count >= 200 else []
-
-
-def no_init_in_folders_of_others(sources: dict) -> list[str]:
+def places_and_sizes(sources: dict) -> list[str]:
     """kernels/__init__.py would shadow the `kernels` package of the Hub for whoever runs from the
     root."""
     named = {"kernels/__init__.py", "tests/__init__.py", "conftest.py", "benchmarks/__init__.py"}
-    return [f"{path}:1: must not exist" for path in sorted(named & sources.keys())]
+    wrong = [f"{path}:1: must not exist" for path in sorted(named & sources.keys())]
+    entries = {p.split("/")[1] for p in sources if p.startswith("bwsft/")}
+    if len(entries - {"__init__.py", "__main__.py"}) > 16:
+        wrong.append(f"bwsft:1: more than 16 entries: {sorted(entries)}")
+    if (lines := sources.get("README.md", "").count("\n")) >= 200:
+        wrong.append(f"README.md:{lines}: fewer than 200 lines, please")
+    return wrong

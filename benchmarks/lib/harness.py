@@ -142,8 +142,9 @@ def attempt(result: Result, function: Callable, *arguments: object) -> object:
 def time_interleaved(
     steps: dict[str, Step], results: dict[str, Result], device: torch.device, rounds: int,
     warm: bool = False,
-) -> None:
-    """Rounds over all variants, so that drift of clocks and neighbors hits all alike.
+) -> list[tuple[Result, Step]]:
+    """Rounds over all variants, so that drift of clocks and neighbors hits all alike; those that
+    could be timed.
 
     Unless they are warm, a first round isn't counted. A slow variant stops after SLOW_SECONDS.
     """
@@ -168,6 +169,7 @@ def time_interleaved(
         result.rounds, result.median_s = len(total), statistics.median(total)
         result.low_s, result.high_s = (float(q) for q in numpy.quantile(total, [0.2, 0.8]))
         result.phases = {phase: statistics.median(seconds) for phase, seconds in times.items()}
+    return [(results[name], step) for name, step in steps.items() if not results[name].note]
 
 
 class CountOperators(TorchDispatchMode):

@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 from house_rules import (
     KERNELS,
-    few_entries,
     functions_fit_on_a_page,
     grid_formula_in_one_file,
     kernels_import_torch_and_triton,
     libraries_stay_at_home,
     loops_reach_few_modules,
-    no_init_in_folders_of_others,
     no_reexports,
     no_simple_namespace,
     objectives_rest_on_the_kernels,
     parameters_are_annotated,
-    readme_is_short,
+    places_and_sizes,
     room_order,
     words_of_the_field,
 )
@@ -41,7 +39,7 @@ PLANTED = [  # rule, sources that break it, the violation
      {"bwsft/objectives/a.py": "from bwsft.data.packing import Batch"}, "a.py:1"),
     (kernels_import_torch_and_triton, {f"{KERNELS}a.py": "import triton"}, "a.py:1"),
     (kernels_import_torch_and_triton, {f"{KERNELS}a_triton.py": "import bwsft"}, "a_triton.py:1"),
-    *((libraries_stay_at_home, {f"bwsft/{path}": f"\nimport {name}.b"}, f"{path}:2: {name} belongs")
+    *((libraries_stay_at_home, {f"bwsft/{path}": f"\nimport {name}.b"}, f"{path}:2: may not import")
       for name, path in (("transformers", "data/dataset.py"), ("peft", "training/a.py"),
                          ("tyro", "config.py"), ("rich", "evaluation/a.py"),
                          ("datasets", "data/a.py"), ("triton", "models/a.py"))),
@@ -64,10 +62,10 @@ PLANTED = [  # rule, sources that break it, the violation
       for text in ("It is the\nlaw", "rows that bear loss", "def loss_rows()", "It meets the head",
                    "examined on", "a mended file", "for ever", "it lies here", "triton_twin",
                    "what is behind it", "tokens behind the block", "Normalised", "the optimiser")),
-    (few_entries, {f"bwsft/a{i}.py": "" for i in range(17)}, "17 entries"),
+    (places_and_sizes, {f"bwsft/a{i}.py": "" for i in range(17)}, "more than 16 entries"),
     (functions_fit_on_a_page, {"bwsft/training/trainer.py": LONG}, "trainer.py:1: f has 61 lines"),
-    (readme_is_short, {"README.md": "\n" * 200}, "README.md:200"),
-    (no_init_in_folders_of_others, {"kernels/__init__.py": ""}, "kernels/__init__.py:1"),
+    (places_and_sizes, {"README.md": "\n" * 200}, "README.md:200"),
+    (places_and_sizes, {"kernels/__init__.py": ""}, "kernels/__init__.py:1"),
 ]  # fmt: skip
 HARMLESS = {
     "bwsft/objectives/a.py": "if TYPE_CHECKING:\n    from bwsft.data.packing import Batch",
