@@ -231,8 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     size, rows = ("tiny", 64) if args.count_only else (args.size, min(args.rows, 1024))
     if wrong := check(size, rows, args.dtype, args.device):
         raise SystemExit(f"the check failed: {wrong}; nothing was measured")
-    peak = harness.Peak() if args.count_only else None
-    output.run(args, "operators", "", measured(args), REMARKS, peak)
+    output.run(args, "operators", "", measured(args), REMARKS)
 
 
 if __name__ == "__main__":

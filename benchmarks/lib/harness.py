@@ -90,12 +90,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None, file: str) ->
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     args.command = [str(Path(file).resolve()), *argv]
-    args.device = this_device()
+    args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return args
-
-
-def this_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -190,10 +186,9 @@ class CountOperators(TorchDispatchMode):
 def count_cost(step: Step, result: Result) -> None:
     """FLOPs and launched operators of one run, the same numbers on every device. FLOPs inside
     Triton kernels are not seen."""
-    with flop_counter() as flops, CountOperators() as operators:
-        for _ in step():
-            pass
-    result.flops, result.operators = flops.get_total_flops(), operators.count
+    with CountOperators() as operators:
+        result.flops = count_flops(step)
+    result.operators = operators.count
 
 
 def count_flops(step: Step) -> int:
@@ -215,16 +210,14 @@ def measure_memory(step: Step, device: torch.device, result: Result) -> None:
     for _ in step():
         pass
     gc.collect()
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    else:
-        before = _resident(reset=True)
+    before = torch.cuda.memory_allocated(device) if on_gpu else _resident(reset=True)
     for _ in step():
         pass
     synchronize(device)
-    on_gpu = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else _resident(peak=True)
     result.peak_bytes, result.baseline_bytes = peak - before, before
 

@@ -19,11 +19,11 @@ KEYS = ("median_s", "tokens_per_s", "supervised_tokens_per_s", "peak_bytes", "fl
 
 
 def run(
-    args: Namespace, bench: str, title: str, points: Iterable[Point],
-    remarks: Iterable[str] = (), peak: Peak | None = None,
+    args: Namespace, bench: str, title: str, points: Iterable[Point], remarks: Iterable[str] = ()
 ) -> None:
     """Measure point after point, each with a table of its own, then `finish`."""
-    peak = peak or harness.peak_of(args.device)
+    counting = getattr(args, "count_only", False)
+    peak = Peak() if counting else harness.peak_of(args.device)
     head, done = header(args.device, peak, args), []
     for settings, results in points:
         done.append((settings, results))
