@@ -14,14 +14,16 @@ simpler rule where they reduce to it. `apd` takes a random verifier that agrees 
 costs what it costs, and saves nothing.
 """
 
-import argparse
 import itertools
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 
 import torch
 from lib import harness, models, output, shapes
 from lib.decodes import (
     EVERY,
     VARIANTS,
+    Problem,
     decode,
     decode_by,
     facts,
@@ -32,18 +34,22 @@ from lib.decodes import (
     trained_problem,
 )
 
+from bwsft.models.backbone import Backbone
+
 SWEEP = ((128, 1024), (128, 512), (1, 8))  # prompt, gen, batch
 
 
-def measure(args, device, problem, flops=None) -> list[harness.Result]:
+def measure(
+    args: Namespace, problem: Problem, flops: Callable[[str], int] | None = None
+) -> list[harness.Result]:
     """Decode once for the tokens and the cost, then on the clock. flops: variant -> FLOPs, where
     torch can't see them all: a GPU's attention and head kernels are out of its sight."""
     results, steps, found = {}, {}, {}
     for name in args.variants:
         results[name] = result = harness.Result(name)
         steps[name] = step_of(problem, name, found)
-        harness.attempt(result, lambda name=name: harness.count_cost(steps[name], results[name]))
-        if device.type == "cuda":
+        harness.attempt(result, harness.count_cost, steps[name], result)
+        if args.device.type == "cuda":
             result.flops = flops and flops(name)
     truth = found["naive"].tokens if "naive" in found else None
     for name, run in found.items():
@@ -52,20 +58,18 @@ def measure(args, device, problem, flops=None) -> list[harness.Result]:
         if truth is not None and name != "naive":
             extra["agreement"] = float((run.tokens == truth.to(run.tokens.device)).float().mean())
     weights = sum(p.nbytes for p in problem.model.parameters())
-    harness.time_interleaved(steps, results, device, args.rounds, warm=True)
-    for name, run in found.items():
-        result = results[name]
-        if result.note:
-            continue
+    timed = harness.time_interleaved(steps, results, args.device, args.rounds, warm=True)
+    for result, step in timed:
+        run = found[result.name]
         result.tokens_per_s = len(problem.prompts) * problem.wanted / result.median_s
         result.extra["ms/step"] = 1e3 * result.median_s / run.steps
         result.traffic_bytes = weights * run.passes
-        if device.type == "cuda":
-            harness.memory(name, steps[name], device, result, args)
+        if args.device.type == "cuda":
+            harness.memory(step, result, args)
     return list(results.values())
 
 
-def gate(device, variants=()) -> None:
+def gate(device: torch.device, variants: list[str] | tuple = ()) -> None:
     """SystemExit unless `exact` commits what the published loop does, and each of the related
     work's rules what a simpler rule does where it must; at a small size in fp32."""
     model = models.random_backbone("tiny", torch.float32, device)
@@ -83,25 +87,25 @@ def gate(device, variants=()) -> None:
                                  f"than with {pair[1]}; nothing was timed")
 
 
-def run_point(args, device, model, shape):
-    """(settings, results) of one shape: prompt, gen, batch."""
+def run_point(
+    args: Namespace, model: Backbone | None, shape: tuple[int, int, int]
+) -> output.Point:
+    """One shape: prompt, gen, batch."""
     settings = {"size": args.size, "prompt": shape[0], "gen": shape[1], "batch": shape[2],
                 "block": args.block, "blocks": args.blocks or shape[1] // args.block}
     grid = (args.block, settings["blocks"])
 
-    def flops(name):
+    def flops(name: str) -> int:
         return hollow_flops(args.size, shape, *grid, planned(name))
 
     if args.count_only:
         results = [harness.Result(name, flops=flops(name)) for name in args.variants]
         return settings, results
-    problem = make_problem(model, shape, *grid)
-    return settings, measure(args, device, problem, flops)
+    return settings, measure(args, make_problem(model, shape, *grid), flops)
 
 
-def parse(argv=None) -> argparse.Namespace:
-    gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(argv: list[str] | None = None) -> Namespace:
+    gpu, parser = torch.cuda.is_available(), harness.arguments(__doc__)
     parser.add_argument("--size", choices=shapes.SIZES, default="8b" if gpu else "cpu")
     for name, default in zip(("prompt", "gen", "batch"), (128, 128, 1), strict=True):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -111,32 +115,30 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=1, help="blocks to decode; 0: all")
     parser.add_argument("--variants", nargs="+", choices=EVERY, default=list(VARIANTS))
     parser.add_argument("--count-only", action="store_true", help="FLOPs alone, of hollow weights")
-    harness.add_arguments(parser)
     args = harness.parse(parser, argv, __file__)
     args.block = args.block or (16 if args.quick and not gpu and args.size != "8b" else 32)
     args.rounds = args.rounds or (1 if args.quick or args.sweep else 3)
     return args
 
 
-def main(argv=None) -> None:
-    args, device = parse(argv), harness.this_device()
-    peak, model = harness.peak_of(device), None
-    gate(device, args.variants)
+def measured(args: Namespace) -> Iterator[output.Point]:
+    model = None
     if not args.count_only:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = models.random_backbone(args.size, dtype, device)
-    head, points = output.header(device, peak, args), []
+        dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+        model = models.random_backbone(args.size, dtype, args.device)
     one = ((args.prompt,), (args.gen,), (args.batch,))
     for shape in itertools.product(*(SWEEP if args.sweep else one)):
-        settings, results = run_point(args, device, model, shape)
-        points.append((settings, results))
-        output.print_table(f"decoding: {output.settings_text(settings)}", head, results, peak)
+        yield run_point(args, model, shape)
     if not args.count_only:
-        problem = trained_problem(device)
+        problem = trained_problem(args.device)
         settings = {"size": "the embedded trained model", "problems": len(problem.prompts),
                     "gen": problem.wanted, "block": problem.block}
-        points.append((settings, measure(args, device, problem)))
-        output.print_table(f"decoding: {output.settings_text(settings)}", head, points[-1][1], peak)
+        yield settings, measure(args, problem)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    gate(args.device, args.variants)
     cost = shapes.decode_flops("8b", args.prompt, args.gen, args.block)
     ratios = {name: round(cost["naive"] / value, 2) for name, value in cost.items()}
     remarks = [
@@ -148,7 +150,7 @@ def main(argv=None) -> None:
             "apd's verifier has random weights and agrees by chance alone: its rows show what a "
             "step costs, not the steps that a good verifier saves."
         )
-    output.finish(args, "generate", head, points, remarks)
+    output.run(args, "generate", "decoding: ", measured(args), remarks)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,28 @@
 python benchmarks/bench_loss.py [--quick | --sweep] [--rows 32 128 512] [--vocab 32000 126464]
     [--head trainable] [--phase forward] [--dtype bf16] [--variants fused naive] [--json FILE]
 
-A batch of B x L tokens of which N bear loss, as block_mask leaves them. Each variant gets the same
-tensors and returns the mean loss; forward and backward are timed apart, and with a frozen head the
-gradient stops at the hidden states. "fused" makes its gradients in forward. --phase forward is the
-loss without a gradient, as in evaluation.
+A batch of B x L tokens of which N are supervised, as block_mask leaves them. Each variant gets the
+same tensors and returns the mean loss; forward and backward are timed apart, and with a frozen head
+the gradient stops at the hidden states. "fused" makes its gradients in forward. --phase forward is
+the loss without a gradient, as in evaluation.
 """
 
-import argparse
 import functools
 import importlib.util
 import itertools
 import math
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from bwsft_kernels import linear_cross_entropy, reference
 from lib import harness, output
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, D], weight [V, D], target [T] -> mean
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # --sweep: each setting alone, the other as in the first.
 SWEEP = {"rows": (64, 256, 512, 1024), "vocab": (16_384, 32_768, 65_536)}
@@ -32,17 +35,17 @@ PEERS = {"liger": "liger-kernel", "cce": "cut-cross-entropy"}
 class Problem:
     """x [T, D], head weight [V, D], target [T] with N kept rows."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    target: torch.Tensor
+    x: Tensor
+    weight: Tensor
+    target: Tensor
 
     @property
-    def leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> list[Tensor]:
         return [t for t in (self.x, self.weight) if t.requires_grad]
 
 
-def make_problem(args, device, rows, vocabulary, tokens=None) -> Problem:
-    tokens = tokens or args.batch * args.length
+def make_problem(args: Namespace, rows: int, vocabulary: int) -> Problem:
+    tokens, device = args.batch * args.length, args.device
     generator = torch.Generator(device).manual_seed(0)
     options = dict(generator=generator, device=device)
     x = torch.randn(tokens, args.hidden, **options).to(args.dtype)
@@ -56,21 +59,21 @@ def make_problem(args, device, rows, vocabulary, tokens=None) -> Problem:
     return Problem(x.requires_grad_(), weight, target)
 
 
-def naive(x, weight, target):
+def naive(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """Full logits, as the paper's code."""
     return F.cross_entropy(F.linear(x, weight).float(), target)
 
 
 @functools.cache
-def _compiled_naive():
+def _compiled_naive() -> Loss:
     return torch.compile(naive)
 
 
-def compiled(x, weight, target):
+def compiled(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return _compiled_naive()(x, weight, target)
 
 
-def chunked_nll(x, weight, target, chunk=256):
+def chunked_nll(x: Tensor, weight: Tensor, target: Tensor, chunk: int = 256) -> Tensor:
     """Ignored rows dropped, then checkpointed chunks of 256 rows, as TRL's loss of this name."""
     kept = (target != -100).nonzero()[:, 0]
     x, target = x[kept], target[kept]
@@ -81,11 +84,11 @@ def chunked_nll(x, weight, target, chunk=256):
     return total / len(target)
 
 
-def _chunk_sum(x, weight, target):
+def _chunk_sum(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), target, reduction="sum")
 
 
-def losses(device: torch.device, quick: bool = False) -> dict:
+def losses(device: torch.device, quick: bool = False) -> dict[str, Loss | str]:
     """Name -> loss function, or the reason why it isn't run here."""
     found = {"naive": naive, "compiled": compiled}
     if not hasattr(F, "linear_cross_entropy"):
@@ -104,7 +107,7 @@ def losses(device: torch.device, quick: bool = False) -> dict:
     return found
 
 
-def peer(name: str, device: torch.device):
+def peer(name: str, device: torch.device) -> Loss | str:
     """The loss of an installed package, or why it can't run here."""
     package = PEERS[name]
     if importlib.util.find_spec(package.replace("-", "_")) is None:
@@ -119,7 +122,7 @@ def peer(name: str, device: torch.device):
     return loss
 
 
-def step_of(loss_function, problem: Problem, phase: str = "both"):
+def step_of(loss_function: Loss, problem: Problem, phase: str = "both") -> harness.Step:
     """One forward, and unless the phase is "forward" one backward, as the harness wants it."""
 
     def step():
@@ -140,11 +143,11 @@ class Truth:
     value: three times that of plain torch on the kept rows in the same dtype, and two units in
     the last place."""
 
-    values: list[torch.Tensor]
+    values: list[Tensor]
     bounds: list[float]
 
 
-def errors(loss_function, problem: Problem, values: list) -> list[float]:
+def errors(loss_function: Loss, problem: Problem, values: list[Tensor]) -> list[float]:
     """Largest error of the loss and of each gradient, relative to the largest true value."""
     loss = loss_function(problem.x, problem.weight, problem.target)
     found = [loss, *torch.autograd.grad(loss, problem.leaves)]
@@ -154,7 +157,7 @@ def errors(loss_function, problem: Problem, values: list) -> list[float]:
     ]
 
 
-def check(loss_function, problem: Problem, truth: Truth) -> str:
+def check(loss_function: Loss, problem: Problem, truth: Truth) -> str:
     """The gate: "" if loss and gradients are right, else what is wrong."""
     found = errors(loss_function, problem, truth.values)
     for name, error, bound in zip(("loss", "dx", "dw"), found, truth.bounds, strict=False):
@@ -164,7 +167,7 @@ def check(loss_function, problem: Problem, truth: Truth) -> str:
 
 
 def find_truth(problem: Problem) -> Truth:
-    """By the law; ignored rows are left out only to save memory."""
+    """By the reference implementation; ignored rows are left out only to save memory."""
     kept = (problem.target != -100).nonzero()[:, 0]
     both = (problem.x, problem.weight)
     wide = [t.detach().double().requires_grad_(t.requires_grad) for t in both]
@@ -179,9 +182,9 @@ def find_truth(problem: Problem) -> Truth:
     return Truth(values, [3 * error + 2 * eps for error in torch_errors])
 
 
-def choose(args, device, problem: Problem):
+def choose(args: Namespace, problem: Problem) -> tuple[dict[str, harness.Result], dict[str, Loss]]:
     """(results by name, loss functions that run here and passed the gate)."""
-    found = losses(device, args.quick and not args.variants)
+    found = losses(args.device, args.quick and not args.variants)
     unknown = set(args.variants or ()) - set(found)
     if unknown:
         raise SystemExit(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(found)}")
@@ -190,7 +193,7 @@ def choose(args, device, problem: Problem):
         loss = found[name]
         results[name] = result = harness.Result(name, note=loss if isinstance(loss, str) else "")
         if not result.note:
-            wrong = harness.attempt(result, functools.partial(check, loss, problem, truth))
+            wrong = harness.attempt(result, check, loss, problem, truth)
             result.note = f"failed the check: {wrong}" if wrong else result.note
         if not result.note:
             right[name] = loss
@@ -200,38 +203,32 @@ def choose(args, device, problem: Problem):
     return results, right
 
 
-def run_point(args, device, rows, vocabulary):
-    """(settings, results) of one shape."""
-    problem = make_problem(args, device, rows, vocabulary)
+def run_point(args: Namespace, rows: int, vocabulary: int) -> output.Point:
+    problem = make_problem(args, rows, vocabulary)
     tokens, kept = len(problem.target), int((problem.target != -100).sum())
-    results, right = choose(args, device, problem)
+    results, right = choose(args, problem)
     steps = {name: step_of(loss, problem, args.phase) for name, loss in right.items()}
-    harness.time_interleaved(steps, results, device, args.rounds)
+    timed = harness.time_interleaved(steps, results, args.device, args.rounds)
     passes = 1 if args.phase == "forward" else 2 + (args.head == "trainable")
-    for name, step in steps.items():
-        result = results[name]
-        if result.note:
-            continue
+    for result, step in timed:
         result.tokens_per_s = tokens / result.median_s
         result.supervised_tokens_per_s = kept / result.median_s
-        if name == "fused":  # on a GPU a part of its products is in Triton
+        if result.name == "fused":  # on a GPU a part of its products is in Triton
             loss = functools.partial(linear_cross_entropy, impl="torch")
             harness.count_cost(step_of(loss, problem, args.phase), result)
-        elif name not in ("compiled", "cce"):  # their products are out of sight
-            harness.attempt(result, functools.partial(harness.count_cost, step, result))
+        elif result.name not in ("compiled", "cce"):  # their products are out of sight
+            harness.attempt(result, harness.count_cost, step, result)
         result.flops = result.flops or None  # 0: all of them out of the counter's sight
         if result.flops:
             result.traffic_bytes = passes * problem.weight.nbytes
-        shape = ["--rows", str(rows), "--vocab", str(vocabulary)]
-        harness.memory(name, step, device, result, args, shape)
+        harness.memory(step, result, args, "--rows", rows, "--vocab", vocabulary)
     settings = dict(tokens=tokens, rows=kept, hidden=args.hidden, vocab=vocabulary,
                     head=args.head, dtype=args.dtype_name, phase=args.phase)
     return settings, list(results.values())
 
 
-def parse(argv=None) -> argparse.Namespace:
-    gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(argv: list[str] | None = None) -> Namespace:
+    gpu, parser = torch.cuda.is_available(), harness.arguments(__doc__)
     parser.add_argument("--batch", type=int, default=32 if gpu else 8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=4096 if gpu else 256)
@@ -243,14 +240,13 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--dtype", dest="dtype_name", choices=DTYPES,
                         default="bf16" if gpu else "fp32")
     parser.add_argument("--variants", nargs="+", help="default: all")
-    harness.add_arguments(parser)
     args = harness.parse(parser, argv, __file__)
     args.dtype = DTYPES[args.dtype_name]
     args.rounds = args.rounds or (3 if args.quick else 7)
     return args
 
 
-def shapes_of(args) -> list[tuple[int, int]]:
+def shapes_of(args: Namespace) -> list[tuple[int, int]]:
     """(rows, vocabulary) of every point, the first one first."""
     if not args.sweep:
         return list(itertools.product(args.rows, args.vocab))
@@ -259,20 +255,14 @@ def shapes_of(args) -> list[tuple[int, int]]:
     return [(rows, vocabulary)] + [point for point in line if point != (rows, vocabulary)]
 
 
-def main(argv=None) -> None:
-    args, device = parse(argv), harness.this_device()
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     if args.measure_memory:
-        problem = make_problem(args, device, args.rows[0], args.vocab[0])
-        step = step_of(losses(device)[args.measure_memory], problem, args.phase)
-        harness.print_memory(args.measure_memory, step, device)
-        return
-    peak = harness.peak_of(device)
-    head, points = output.header(device, peak, args), []
-    for rows, vocabulary in shapes_of(args):
-        settings, results = run_point(args, device, rows, vocabulary)
-        points.append((settings, results))
-        output.print_table(f"loss head: {output.settings_text(settings)}", head, results, peak)
-    output.finish(args, "loss", head, points)
+        problem = make_problem(args, args.rows[0], args.vocab[0])
+        loss = losses(args.device)[args.measure_memory]
+        return harness.print_memory(step_of(loss, problem, args.phase), args)
+    points = (run_point(args, *shape) for shape in shapes_of(args))
+    output.run(args, "loss", "loss head: ", points)
 
 
 if __name__ == "__main__":

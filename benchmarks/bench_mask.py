@@ -5,14 +5,15 @@ python benchmarks/bench_mask.py [--quick] [--sequences 8 64] [--lengths 256 1024
 
 `naive` is what the paper's released collator does, written anew: for every row a loop over its
 tokens draws the marks, hides the suffix and sets the labels. The others are one call of block_mask,
-which also lists the loss rows and their weights. The gate feeds the loop with block_mask's own
-random numbers and asks for the same ids, labels and counts. On a GPU the batch ends on the device.
+which also lists the supervised rows and their weights. The gate feeds the loop with block_mask's
+own random numbers and asks for the same ids, labels and counts. On a GPU the batch ends on the
+device.
 """
 
-import argparse
 import functools
 import itertools
 import random
+from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ class Problem:
     responses: list[int]
     block: int
 
-    def tensors(self, device) -> list[torch.Tensor]:
+    def tensors(self, device: torch.device) -> list[torch.Tensor]:
         columns = self.ids, self.prompts, self.responses
         return [torch.tensor(column, device=device) for column in columns]
 
@@ -66,7 +67,9 @@ class SameBits:
     def __init__(self, sequences: int, length: int, spec: MaskSpec):
         rows = torch.arange(sequences)
 
-        def words(stream, position=0, sample=rows):
+        def words(
+            stream: Stream, position: torch.Tensor | int = 0, sample: torch.Tensor = rows
+        ) -> list:
             return philox_u24(position, 0, sample, seed=spec.seed, stream=stream).tolist()
 
         self.blocks, self.rates = words(Stream.BLOCK), words(Stream.RATE)
@@ -83,7 +86,7 @@ class SameBits:
         return self.marks[row][position] < rate
 
 
-def collate(problem: Problem, source) -> tuple[list, list]:
+def collate(problem: Problem, source: PythonRandom | SameBits) -> tuple[list, list]:
     """Noisy ids and labels [S, L] as lists, token by token."""
     noisy, labels = [], []
     columns = zip(problem.ids, problem.prompts, problem.responses, strict=True)
@@ -107,36 +110,30 @@ def collate(problem: Problem, source) -> tuple[list, list]:
     return noisy, labels
 
 
-def naive(problem: Problem, device, source=None):
+def naive(
+    problem: Problem, device: torch.device, source: PythonRandom | SameBits | None = None
+) -> list[torch.Tensor]:
     """Noisy ids and labels as tensors on the device."""
     source = source or PythonRandom()
     return [torch.tensor(column).to(device) for column in collate(problem, source)]
 
 
-def steps_of(problem: Problem, device, spec: MaskSpec) -> dict:
+def steps_of(problem: Problem, device: torch.device, spec: MaskSpec) -> dict:
     """Variant -> step, or why it can't run here."""
     tensors = problem.tensors(device)
+    calls = {"naive": functools.partial(naive, problem, device)}
+    for impl in ("torch", "triton"):
+        calls[f"block_mask_{impl}"] = functools.partial(block_mask, *tensors, spec, impl=impl)
 
-    def as_step(run):
-        def step():
-            run()
-            yield "mask"
+    def step(name: str):
+        calls[name]()
+        yield "mask"
 
-        return step
-
-    fused = {
-        impl: as_step(functools.partial(block_mask, *tensors, spec, impl=impl))
-        for impl in ("torch", "triton")
-    }
-    if device.type != "cuda":
-        fused["triton"] = "needs a CUDA device"
-    return {
-        "naive": as_step(functools.partial(naive, problem, device)),
-        **{f"block_mask_{impl}": step for impl, step in fused.items()},
-    }
+    steps = {name: functools.partial(step, name) for name in calls}
+    return steps if device.type == "cuda" else steps | {"block_mask_triton": "needs a CUDA device"}
 
 
-def check(problem: Problem, device, spec: MaskSpec) -> str:
+def check(problem: Problem, device: torch.device, spec: MaskSpec) -> str:
     """The gate: "" if block_mask and the loop agree at the same random numbers."""
     source = SameBits(len(problem.ids), len(problem.ids[0]), spec)
     ids, labels = naive(problem, device, source)
@@ -149,40 +146,33 @@ def check(problem: Problem, device, spec: MaskSpec) -> str:
     return ""
 
 
-def run_point(args, device, sequences: int, length: int):
-    """(settings, results) of one shape."""
+def run_point(args: Namespace, sequences: int, length: int) -> output.Point:
     problem = make_problem(sequences, length, args.block)
     spec = MaskSpec(block_size=args.block, mask_id=MASK)
-    if wrong := check(problem, device, spec):
+    if wrong := check(problem, args.device, spec):
         raise SystemExit(f"the check failed: {wrong}; nothing was timed")
-    found = steps_of(problem, device, spec)
+    found = steps_of(problem, args.device, spec)
     results = {
         name: harness.Result(name, note=step if isinstance(step, str) else "")
         for name, step in found.items()
     }
     steps = {name: step for name, step in found.items() if not results[name].note}
-    harness.time_interleaved(steps, results, device, args.rounds)
     tokens = sum(problem.prompts) + sum(problem.responses)
-    for name, step in steps.items():
-        result = results[name]
-        if result.note:
-            continue
+    for result, step in harness.time_interleaved(steps, results, args.device, args.rounds):
         result.tokens_per_s = tokens / result.median_s
         result.traffic_bytes = 3 * 8 * sequences * length  # ids in, noisy ids and labels out
         harness.count_cost(step, result)
         result.flops = None
-        shape = ["--sequences", str(sequences), "--lengths", str(length)]
-        harness.memory(name, step, device, result, args, shape)
+        harness.memory(step, result, args, "--sequences", sequences, "--lengths", length)
     settings = {"sequences": sequences, "length": length, "block": args.block}
     return settings, list(results.values())
 
 
-def parse(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(argv: list[str] | None = None) -> Namespace:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", help="default: 8 32 64; quick: 8 64")
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 256 512 1024; quick: 256")
     parser.add_argument("--block", type=int, default=32)
-    harness.add_arguments(parser)
     args = harness.parse(parser, argv, __file__)
     args.sequences = args.sequences or ([8, 64] if args.quick else [8, 32, 64])
     args.lengths = args.lengths or ([256] if args.quick else [256, 512, 1024])
@@ -190,20 +180,14 @@ def parse(argv=None) -> argparse.Namespace:
     return args
 
 
-def main(argv=None) -> None:
-    args, device = parse(argv), harness.this_device()
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     if args.measure_memory:
         problem = make_problem(args.sequences[0], args.lengths[0], args.block)
-        steps = steps_of(problem, device, MaskSpec(block_size=args.block, mask_id=MASK))
-        harness.print_memory(args.measure_memory, steps[args.measure_memory], device)
-        return
-    peak = harness.peak_of(device)
-    head, points = output.header(device, peak, args), []
-    for sequences, length in itertools.product(args.sequences, args.lengths):
-        settings, results = run_point(args, device, sequences, length)
-        points.append((settings, results))
-        output.print_table(f"masks: {output.settings_text(settings)}", head, results, peak)
-    output.finish(args, "mask", head, points)
+        steps = steps_of(problem, args.device, MaskSpec(block_size=args.block, mask_id=MASK))
+        return harness.print_memory(steps[args.measure_memory], args)
+    shapes = itertools.product(args.sequences, args.lengths)
+    output.run(args, "mask", "masks: ", (run_point(args, *shape) for shape in shapes))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ a layer's numbers with float64. The last table is why LoRA's products are left t
 keeps X A and dY B' already, so the FLOPs are the least.
 """
 
-import argparse
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import bwsft_kernels
@@ -32,7 +33,7 @@ REMARKS = (
     "times that), are those of a GPU. Times on a CPU are those of fused's torch path, which is off "
     "there by default.",
     "Training step: one micro-batch of 4 sequences, forward and backward with LoRA on all "
-    "matrices, bf16 under autocast, without the optimiser. Denoising step: batch 1, a later step "
+    "matrices, bf16 under autocast, without the optimizer. Denoising step: batch 1, a later step "
     "of a block, and its first, which fills caches and records graphs. Heads, masks and loss run "
     "in torch here and are the same in all.",
     "LoRA linear: peft's FLOPs are the base matrix's plus the six rank-r products that any "
@@ -44,13 +45,15 @@ REMARKS = (
 )
 
 
-def set_fused(module, fused: bool) -> None:
+def set_fused(module: torch.nn.Module, fused: bool) -> None:
     for part in module.modules():
         if hasattr(part, "fused_ops"):
             part.fused_ops = "on" if fused else "off"
 
 
-def make_layer(size: str, rows: int, dtype, device):
+def make_layer(
+    size: str, rows: int, dtype: torch.dtype, device: torch.device
+) -> tuple[LladaBlock, tuple]:
     """(block, arguments) of a frozen layer on rows of sequences of 256; x and delta have
     gradients, as in LoRA training."""
     config = shapes.config_of(size)
@@ -70,7 +73,7 @@ def make_layer(size: str, rows: int, dtype, device):
     return block, (x.requires_grad_(), rope, layout, None, delta.requires_grad_())
 
 
-def layer_step(block, arguments, fused: bool):
+def layer_step(block: LladaBlock, arguments: tuple, fused: bool) -> harness.Step:
     inputs = arguments[0], arguments[-1]
     upstream = [torch.ones_like(t) for t in inputs]
 
@@ -91,7 +94,7 @@ def kept_bytes(size: str, rows: int, fused: bool) -> int:
     layers share."""
     kept = {}
 
-    def pack(tensor):
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         kept[storage._cdata] = storage  # held, so that no other one gets its address
         return tensor
@@ -108,7 +111,7 @@ def kept_bytes(size: str, rows: int, fused: bool) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def check(size: str, rows: int, dtype, device) -> str:
+def check(size: str, rows: int, dtype: torch.dtype, device: torch.device) -> str:
     """The gate: a layer's output with fused ops is as near to float64 as without."""
     block, arguments = make_layer(size, rows, dtype, device)
     outs = []
@@ -125,14 +128,14 @@ def check(size: str, rows: int, dtype, device) -> str:
     return ""
 
 
-def timed_layer(args, device):
-    """(settings, results) of one layer, timed at --size and counted."""
-    block, arguments = make_layer(args.size, args.rows, args.dtype, device)
+def timed_layer(args: Namespace) -> output.Point:
+    """One layer, timed at --size and counted."""
+    block, arguments = make_layer(args.size, args.rows, args.dtype, args.device)
     steps = {"naive": layer_step(block, arguments, False),
              "fused": layer_step(block, arguments, True)}
     results = {name: harness.Result(name) for name in steps}
     if not args.count_only:
-        harness.time_interleaved(steps, results, device, args.rounds)
+        harness.time_interleaved(steps, results, args.device, args.rounds)
     hollow = make_layer(args.size, args.rows, args.dtype, torch.device("meta"))
     flops = harness.count_flops(layer_step(*hollow, False))
     narrow, inputs = make_layer("tiny", 64, torch.bfloat16, torch.device("cpu"))
@@ -148,17 +151,17 @@ def timed_layer(args, device):
         }
         if not args.count_only:
             result.tokens_per_s = args.rows / result.median_s
-            harness.memory(name, steps[name], device, result, args)
+            harness.memory(steps[name], result, args)
     settings = {"part": "one layer, forward and backward", "size": args.size, "rows": args.rows,
                 "dtype": str(args.dtype)[6:]}
     return settings, list(results.values())
 
 
-def small_steps(args, device) -> tuple[dict, dict]:
+def small_steps(args: Namespace) -> tuple[dict, dict]:
     """(steps, bytes that each must move) of the three operations alone."""
     config, rows = shapes.config_of(args.size), args.rows
-    with device:
-        def tensor(*shape):
+    with args.device:
+        def tensor(*shape: int) -> torch.Tensor:
             return torch.randn(rows, *shape, dtype=args.dtype).requires_grad_()
 
         x, residual = tensor(config.d_model), tensor(config.d_model)
@@ -172,7 +175,7 @@ def small_steps(args, device) -> tuple[dict, dict]:
         "swiglu": ((gate, up), (gate, up)),
     }
 
-    def step(function, inputs, trained):
+    def step(function: Callable, inputs: tuple, trained: tuple) -> Iterator[str]:
         out = function(*inputs)
         yield "forward"
         out = out if isinstance(out, tuple) else (out,)
@@ -188,11 +191,11 @@ def small_steps(args, device) -> tuple[dict, dict]:
     return steps, traffic
 
 
-def timed_operations(args, device):
-    """(settings, results) of the operations alone, forward and backward."""
-    steps, traffic = small_steps(args, device)
+def timed_operations(args: Namespace) -> output.Point:
+    """The operations alone, forward and backward."""
+    steps, traffic = small_steps(args)
     results = {name: harness.Result(name) for name in steps}
-    harness.time_interleaved(steps, results, device, args.rounds)
+    harness.time_interleaved(steps, results, args.device, args.rounds)
     for name, result in results.items():
         result.traffic_bytes = traffic[name.rpartition("_")[0]]
     settings = {"part": "the operations alone, forward and backward", "size": args.size,
@@ -200,38 +203,35 @@ def timed_operations(args, device):
     return settings, list(results.values())
 
 
-def parse(argv=None) -> argparse.Namespace:
-    gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(argv: list[str] | None = None) -> Namespace:
+    gpu, parser = torch.cuda.is_available(), harness.arguments(__doc__)
     parser.add_argument("--size", choices=shapes.SIZES, default="8b" if gpu else "cpu")
     parser.add_argument("--rows", type=int, default=8192 if gpu else 256)
     parser.add_argument("--layers", type=int, default=32, help="of the model that is counted")
     parser.add_argument("--count-only", action="store_true", help="time nothing")
-    harness.add_arguments(parser)
     args = harness.parse(parser, argv, __file__)
     args.rounds = args.rounds or (5 if args.quick else 20)
     args.dtype = torch.bfloat16 if gpu or args.size in ("1b", "8b") else torch.float32
     return args
 
 
-def main(argv=None) -> None:
-    args, device = parse(argv), harness.this_device()
-    if args.measure_memory:
-        block, arguments = make_layer(args.size, args.rows, args.dtype, device)
-        step = layer_step(block, arguments, args.measure_memory == "fused")
-        harness.print_memory(args.measure_memory, step, device)
-        return
-    size, rows = ("tiny", 64) if args.count_only else (args.size, min(args.rows, 1024))
-    if wrong := check(size, rows, args.dtype, device):
-        raise SystemExit(f"the check failed: {wrong}; nothing was measured")
-    peak = harness.Peak() if args.count_only else harness.peak_of(device)
-    head, points = output.header(device, peak, args), [timed_layer(args, device)]
+def measured(args: Namespace) -> Iterator[output.Point]:
+    yield timed_layer(args)
     if not args.count_only:
-        points.append(timed_operations(args, device))
-    points += [*counted_points(args.layers), lora_linear()]
-    for settings, results in points:
-        output.print_table(output.settings_text(settings), head, results, peak)
-    output.finish(args, "operators", head, points, REMARKS)
+        yield timed_operations(args)
+    yield from counted_points(args.layers)
+    yield lora_linear()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if args.measure_memory:
+        layer = make_layer(args.size, args.rows, args.dtype, args.device)
+        return harness.print_memory(layer_step(*layer, args.measure_memory == "fused"), args)
+    size, rows = ("tiny", 64) if args.count_only else (args.size, min(args.rows, 1024))
+    if wrong := check(size, rows, args.dtype, args.device):
+        raise SystemExit(f"the check failed: {wrong}; nothing was measured")
+    output.run(args, "operators", "", measured(args), REMARKS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time, memory and cost of one optimiser step of LLaDA with LoRA: naive path and context modes.
+"""Time, memory and cost of one optimizer step of LLaDA with LoRA: naive path and context modes.
 
 python benchmarks/bench_step.py [--quick] [--size cpu|1b|8b|...] [--prompt 128] [--gen 512]
     [--block 32] [--batch 1] [--accumulate 32] [--variants naive exact cached_k4] [--count-only]
@@ -6,95 +6,95 @@ python benchmarks/bench_step.py [--quick] [--size cpu|1b|8b|...] [--prompt 128] 
 All variants train the same sequences with the same adapters, in the same micro-batches (on a GPU
 the largest that fits naive), accumulated to --accumulate sequences: random weights in the official
 shape, synthetic ids. `naive` is what the paper's released code does: padded batch, masks made by a
-Python loop, full logits, no pruning. Supervised tokens are the rows that bear loss; cached_k4 draws
-four masks per context, block_causal supervises every block at once. A second table has responses
-of GSM8K's lengths, padded to 256 and packed.
+Python loop, full logits, no pruning. cached_k4 draws four masks per context, block_causal
+supervises every block at once. A second table has responses of GSM8K's lengths, padded to 256 and
+packed.
 """
 
-import argparse
 import dataclasses
+from argparse import Namespace
+from collections.abc import Iterator
 
 import torch
 from lib import harness, models, output, shapes
-from lib.steps import MAX_LENGTH, MODES, Job, check, make_job, step_of
+from lib.steps import MAX_LENGTH, MODES, Job, Variant, check, make_job, step_of
 
 from bwsft.config import OptimConfig
-from bwsft.training.context_modes import Mode
+from bwsft.models.backbone import Backbone
 from bwsft.training.optim import make_optimizer
 
+Variants = dict[str, tuple[Variant | None, Job]]  # None: the naive path
 # The paper, appendix A.1: LLaDA-8B, LoRA r 256, batch 1 on one A100.
 PAPER = {"tokens_per_s": 5_100.0, "extra": {"GB in all": 23.5}}
-# The second table: the mode, and what lies behind a response.
+# The second table: the mode, and what comes after a response.
 PADDING = {
     "naive": (None, "padded"),
-    "exact_padded": (Mode("exact"), "padded"),
-    "exact_fixed": (Mode("exact", even=True), "fixed"),
-    "exact_packed": (Mode("exact"), "response"),
+    "exact_padded": (Variant(), "padded"),
+    "exact_fixed": (Variant(), "fixed"),
+    "exact_packed": (Variant(), "response"),
 }
 
 
-def measure(args, device, backbone, variants: dict, gen: int = 0) -> list[harness.Result]:
-    """Time and cost of variants, name -> (mode, job), and with the first table's `gen` memory."""
+def measure(
+    args: Namespace, backbone: Backbone | None, variants: Variants, gen: int = 0
+) -> list[harness.Result]:
+    """Time and cost of the variants, and with the first table's `gen` memory."""
     results = {name: harness.Result(name) for name in variants}
     steps = all_steps(backbone, variants)
     if not args.count_only:
-        harness.time_interleaved(steps, results, device, args.rounds)
+        harness.time_interleaved(steps, results, args.device, args.rounds)
     for name, (mode, job) in variants.items():
         result, supervised = results[name], job.supervised(mode)
         if not (args.count_only or result.note):
             result.tokens_per_s = job.tokens / result.median_s
             result.supervised_tokens_per_s = supervised / result.median_s
             harness.count_cost(steps[name], result)
-        if args.count_only or device.type == "cuda":  # its attention and kernels can't be counted
+        # A GPU's attention and kernels are out of the counter's sight.
+        if args.count_only or args.device.type == "cuda":
             result.flops = counted(args, mode, job)
         if result.flops:
             result.extra["GFLOP per supervised token"] = result.flops / supervised / 1e9
         if gen and not args.count_only:
-            harness.memory(name, steps[name], device, result, args, ["--gen", str(gen)])
+            harness.memory(steps[name], result, args, "--gen", gen)
         if result.peak_bytes:
             result.extra["GB in all"] = (result.peak_bytes + result.baseline_bytes) / 1e9
     return list(results.values())
 
 
-def all_steps(backbone, variants: dict) -> dict:
-    """Name -> optimiser step, one optimiser for all."""
+def all_steps(backbone: Backbone | None, variants: Variants) -> dict[str, harness.Step]:
+    """Name -> optimizer step, one optimizer for all."""
     optimizer = backbone and make_optimizer(backbone, OptimConfig())
     return {
         name: step_of(backbone, mode, job, optimizer) for name, (mode, job) in variants.items()
     }
 
 
-def counted(args, mode, job: Job) -> int:
-    """FLOPs of a step without its optimiser.
+def counted(args: Namespace, mode: Variant | None, job: Job) -> int:
+    """FLOPs of a step without its optimizer.
 
-    Micro-batches of one length differ in their loss rows only, a percent: the first stands for
-    all. All layers but the last cost the same, so two and three layers tell the cost of any number.
+    Micro-batches of one length differ in their supervised rows only, a percent: the first stands
+    for all.
     """
     same = len({b.ids.numel() for b in job.batches}) == 1
     some = job.batches[:1] if same else job.batches
     part = dataclasses.replace(job, batches=some, device=torch.device("cpu"))
-    two, three = (
-        harness.count_flops(step_of(models.hollow_backbone(args.size, n, args.rank), mode, part))
-        for n in (2, 3)
-    )
+
+    def count(layers: int) -> int:
+        hollow = models.hollow_backbone(args.size, layers, args.rank)
+        return harness.count_flops(step_of(hollow, mode, part))
+
     layers = shapes.SIZES[args.size]["n_layers"]
-    return (two + (layers - 2) * (three - two)) * (len(job.batches) // len(some))
+    return harness.of_layers(layers, count) * (len(job.batches) // len(some))
 
 
-def dtype_of(device, args) -> torch.dtype:
-    """bf16 weights where there is a GPU, or where only its work is counted."""
-    gpu = device.type == "cuda" or args.size in ("8b", "1b")
-    return torch.bfloat16 if gpu else torch.float32
-
-
-def largest_batch(args, device, backbone) -> int:
+def largest_batch(args: Namespace, backbone: Backbone) -> int:
     """The largest power of two of sequences that naive can train at once."""
     size, optimizer = 1, make_optimizer(backbone, OptimConfig())
     while size < args.accumulate:
         lengths = [(args.prompt, args.gen[0])] * 2 * size
-        job = job_of(args, lengths, 2 * size, device, args.gen[0])
+        job = job_of(args, lengths, 2 * size, args.gen[0])
         result, step = harness.Result("naive"), step_of(backbone, None, job, optimizer)
-        harness.attempt(result, lambda step=step: harness.timed(step, device))
+        harness.attempt(result, harness.timed, step, args.device)
         if result.note:
             break
         size *= 2
@@ -102,20 +102,22 @@ def largest_batch(args, device, backbone) -> int:
     return size
 
 
-def job_of(args, lengths, batch, device, gen, canvas="fixed") -> Job:
-    return make_job(args.size, lengths, batch, args.block, device, gen_length=gen,
+def job_of(
+    args: Namespace, lengths: list[tuple[int, int]], batch: int, gen: int, canvas: str = "fixed"
+) -> Job:
+    return make_job(args.size, lengths, batch, args.block, args.device, gen_length=gen,
                     max_length=MAX_LENGTH, canvas=canvas)
 
 
-def modes_of(args, device, gen) -> dict:
+def modes_of(args: Namespace, gen: int) -> Variants:
     """The variants of the first table."""
-    job = job_of(args, [(args.prompt, gen)] * args.accumulate, args.batch, device, gen)
+    job = job_of(args, [(args.prompt, gen)] * args.accumulate, args.batch, gen)
     return {name: (MODES.get(name), job) for name in args.variants}
 
 
-def run_modes(args, device, backbone, gen):
-    """(settings, results) of the context modes at one response length."""
-    results = measure(args, device, backbone, modes_of(args, device, gen), gen)
+def run_modes(args: Namespace, backbone: Backbone | None, gen: int) -> output.Point:
+    """The context modes at one response length."""
+    results = measure(args, backbone, modes_of(args, gen), gen)
     settings = {k: getattr(args, k) for k in ("size", "prompt", "block", "batch", "accumulate")}
     settings |= {"gen": gen, "rank": args.rank}
     paper = harness.Result("paper", "the authors' LLaDA-8B at batch 1 on an A100, for reference",
@@ -123,23 +125,22 @@ def run_modes(args, device, backbone, gen):
     return settings, [*results, paper]
 
 
-def run_padding(args, device, backbone):
-    """(settings, results) of padded and packed rows of the same examples."""
+def run_padding(args: Namespace, backbone: Backbone | None) -> output.Point:
+    """The same examples padded and packed."""
     lengths, source = shapes.gsm8k_lengths(args.examples)
     batch = max(1, args.batch * (args.prompt + args.gen[0]) // MAX_LENGTH)
     gen = -(-MAX_LENGTH // 2 // args.block) * args.block
     variants = {
-        name: (mode, job_of(args, lengths, batch, device, gen, canvas))
+        name: (mode, job_of(args, lengths, batch, gen, canvas))
         for name, (mode, canvas) in PADDING.items()
     }
     settings = {"size": args.size, "lengths": source, "examples": len(lengths), "batch": batch,
                 "block": args.block, "gen": gen, "rank": args.rank}
-    return settings, measure(args, device, backbone, variants)
+    return settings, measure(args, backbone, variants)
 
 
-def parse(argv=None) -> argparse.Namespace:
-    gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(argv: list[str] | None = None) -> Namespace:
+    gpu, parser = torch.cuda.is_available(), harness.arguments(__doc__)
     parser.add_argument("--size", choices=shapes.SIZES, default="8b" if gpu else "cpu")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--gen", type=int, nargs="+", help="default: 128, or 512 on a CPU")
@@ -151,7 +152,6 @@ def parse(argv=None) -> argparse.Namespace:
     names = ["naive", *MODES]
     parser.add_argument("--variants", nargs="+", choices=names, default=names)
     parser.add_argument("--count-only", action="store_true", help="FLOPs alone, of hollow weights")
-    harness.add_arguments(parser)
     args = harness.parse(parser, argv, __file__)
     large = gpu or args.count_only
     args.gen = args.gen or [128 if large or args.quick else 512]
@@ -165,39 +165,38 @@ def parse(argv=None) -> argparse.Namespace:
     return args
 
 
-def prepare(args, device):
+def prepare(args: Namespace) -> Backbone:
     """The backbone with adapters that all variants train, past the gate; sets args.batch."""
-    backbone = models.random_backbone(args.size, dtype_of(device, args), device)
+    gpu = args.device.type == "cuda" or args.size in ("8b", "1b")
+    dtype = torch.bfloat16 if gpu else torch.float32
+    backbone = models.random_backbone(args.size, dtype, args.device)
     models.adapt(backbone, args.rank)
-    args.batch = args.batch or largest_batch(args, device, backbone)
+    args.batch = args.batch or largest_batch(args, backbone)
     if args.measure_memory:  # the parent has checked
         return backbone
-    wrong = check(backbone, job_of(args, [(args.prompt, args.gen[0])], 1, device, args.gen[0]))
+    wrong = check(backbone, job_of(args, [(args.prompt, args.gen[0])], 1, args.gen[0]))
     if wrong:
         raise SystemExit(f"the check failed: {wrong}; nothing was timed")
     return backbone
 
 
-def main(argv=None) -> None:
-    args, device = parse(argv), harness.this_device()
+def measured(args: Namespace) -> Iterator[output.Point]:
+    backbone = None if args.count_only else prepare(args)
+    args.batch = args.batch or 1
+    for gen in args.gen:
+        yield run_modes(args, backbone, gen)
+    yield run_padding(args, backbone)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     if args.measure_memory:
         args.variants = [args.measure_memory]
-        step = all_steps(prepare(args, device), modes_of(args, device, args.gen[0]))
-        harness.print_memory(args.measure_memory, step[args.measure_memory], device)
-        return
-    peak, backbone = harness.peak_of(device), None
-    if not args.count_only:
-        backbone = prepare(args, device)
-    args.batch = args.batch or 1
-    head, points = output.header(device, peak, args), []
-    runs = [lambda gen=gen: run_modes(args, device, backbone, gen) for gen in args.gen]
-    for run in [*runs, lambda: run_padding(args, device, backbone)]:
-        settings, results = run()
-        points.append((settings, results))
-        output.print_table(f"training step: {output.settings_text(settings)}", head, results, peak)
+        (step,) = all_steps(prepare(args), modes_of(args, args.gen[0])).values()
+        return harness.print_memory(step, args)
     ratios = shapes.step_flops("8b", args.prompt, args.gen[0], args.block, 4)
     ratios = {name: round(ratios["exact"] / value, 2) for name, value in ratios.items()}
-    output.finish(args, "step", head, points, [
+    output.run(args, "step", "training step: ", measured(args), [
         f"LLaDA-8B by formula, exact's FLOPs per supervised token over theirs: {ratios}",
         "In the last table the speed counts prompt and response tokens alone, not padding.",
     ])

@@ -12,7 +12,8 @@ import pytest
 from bwsft import config as c
 
 if importlib.util.find_spec("triton") is None:  # it exists for Linux alone
-    collect_ignore_glob = ["kernels/triton/*", "*/test_compile_offline.py", "*/test_tuning.py"]
+    collect_ignore_glob = ["kernels/triton/*", "*/test_compile_offline.py", "*/test_tuning.py",
+                           "*/test_bench_operators.py"]
 
 SPECIALS = ("<|endoftext|>", "[MASK]", "<|end|>")
 CHAT = (

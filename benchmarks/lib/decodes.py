@@ -80,16 +80,16 @@ class Problem:
 @dataclass
 class Decoded:
     tokens: torch.Tensor  # [S, wanted]
-    passes: int  # forwards that a row took part in
+    passes: int  # forwards that a sequence took part in
     steps: int  # denoising steps
 
 
-def make_problem(model, shape: tuple[int, int, int], block: int, blocks: int) -> Problem:
+def make_problem(model: Backbone, shape: tuple[int, int, int], block: int, blocks: int) -> Problem:
     """Random ids; shape: prompt, gen and batch; the first `blocks` blocks are open."""
     prompt, gen, batch = shape
     generator = torch.Generator().manual_seed(0)
 
-    def draw(count):
+    def draw(count: int) -> list[list[int]]:
         most = min(model.family.mask_id, model.family.eos_id)
         return torch.randint(0, most, (batch, count), generator=generator).tolist()
 
@@ -98,7 +98,7 @@ def make_problem(model, shape: tuple[int, int, int], block: int, blocks: int) ->
     return Problem(model, draw(prompt), given, block)
 
 
-def trained_problem(device, batch: int = 8) -> Problem:
+def trained_problem(device: torch.device, batch: int = 8) -> Problem:
     """Test problems for the embedded model, whole responses open."""
     from bwsft.data.word_problems import generate as word_problems
     from bwsft.decoding.pipeline import Decoder, DecoderOptions
@@ -106,7 +106,7 @@ def trained_problem(device, batch: int = 8) -> Problem:
     decoder = Decoder.load(None, DecoderOptions(device=device.type, dtype="float32"))
     questions = [record["query"] for record in word_problems(8 * batch, split="test")]
     prompts = decoder.encode(questions)
-    # The published decoder takes rows of one length.
+    # The published decoder takes prompts of one length.
     groups = [[p for p in prompts if len(p) == n] for n in {len(p) for p in prompts}]
     chosen = max(groups, key=len)[:batch]
     return Problem(decoder.trained.backbone, chosen, [[None] * 40] * len(chosen), 8)
@@ -114,8 +114,8 @@ def trained_problem(device, batch: int = 8) -> Problem:
 
 @torch.no_grad()
 def published(problem: Problem) -> Decoded:
-    """LLaDA's decoder as published: full logits and softmax of every row, top-1 per step, block
-    by block. [MASK] is banned as in ours."""
+    """LLaDA's decoder as published: full logits and softmax of every position, top-1 per step,
+    block by block. [MASK] is banned as in ours."""
     mask, model = problem.model.family.mask_id, problem.model
     filled = [[mask if token is None else token for token in row] for row in problem.canvases]
     rows = [a + b for a, b in zip(problem.prompts, filled, strict=True)]
@@ -129,7 +129,7 @@ def published(problem: Problem) -> Decoded:
     return Decoded(tokens, problem.wanted, problem.wanted)
 
 
-def published_step(model, ids, stop: int) -> None:
+def published_step(model: Backbone, ids: torch.Tensor, stop: int) -> None:
     mask = model.family.mask_id
     logits = model.model(input_ids=ids).logits
     logits[..., mask] = -torch.inf
@@ -173,7 +173,7 @@ def facts(problem: Problem, name: str) -> tuple[dict, dict] | None:
     }.get(name)
 
 
-def step_of(problem: Problem, name: str, found: dict):
+def step_of(problem: Problem, name: str, found: dict[str, Decoded]) -> harness.Step:
     """A whole decoding; what it found goes to found[name]."""
 
     def step():
@@ -212,17 +212,13 @@ def hollow_step(problem: Problem, options: tuple | None):
 def hollow_flops(
     size: str, shape: tuple[int, int, int], block: int, blocks: int, options: tuple | None
 ) -> int:
-    """FLOPs of a decoding, counted on one row without values; all layers but the last cost the
-    same, so two and three layers tell the cost of any number."""
-    two, three = (
-        harness.count_flops(
-            lambda n=n: hollow_step(
-                make_problem(models.hollow_backbone(size, n), shape, block, blocks), options
-            )
-        )
-        for n in (2, 3)
-    )
-    return shape[2] * (two + (shapes.SIZES[size]["n_layers"] - 2) * (three - two))
+    """FLOPs of a decoding, counted on one sequence without values."""
+
+    def count(layers: int) -> int:
+        problem = make_problem(models.hollow_backbone(size, layers), shape, block, blocks)
+        return harness.count_flops(lambda: hollow_step(problem, options))
+
+    return shape[2] * harness.of_layers(shapes.SIZES[size]["n_layers"], count)
 
 
 def planned(name: str) -> tuple | None:

@@ -1,7 +1,7 @@
 """What the benchmarks share: interleaved timing, memory and counted cost (output.py prints them).
 
 A variant is a function that returns a generator; it yields the name of each phase when the phase
-is done, and code behind the last yield isn't timed. A variant that can't run here is a note, which
+is done, and code after the last yield isn't timed. A variant that can't run here is a note, which
 says why. Every number belongs to one run on one device, named in the header.
 """
 
@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
@@ -28,6 +29,7 @@ from bwsft.utils.flops import flop_counter
 # Dense bf16 FLOP/s and bytes/s of the 80 GB cards (H200: 141 GB); a CPU's are measured.
 PEAKS = {"A100": (312e12, 2.04e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
 SLOW_SECONDS = 60
+Step = Callable[[], Iterator[str]]
 
 
 @dataclass
@@ -71,25 +73,25 @@ class Peak:
         return max(shares) / result.median_s if shares and result.median_s else None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser of what all benchmarks take; `description` is the file's docstring."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few rounds, at most 2 minutes")
     parser.add_argument("--rounds", type=int, default=0, help="timed rounds (0: 7, fewer if quick)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw times and memory to FILE (matplotlib)")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory runs out")
     parser.add_argument("--measure-memory", metavar="VARIANT", help=argparse.SUPPRESS)
+    return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None, file: str):
-    """Arguments; their `command` runs the same benchmark again in a child process."""
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None, file: str) -> argparse.Namespace:
+    """Arguments with the device; their `command` runs the same benchmark again in a child."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     args.command = [str(Path(file).resolve()), *argv]
+    args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return args
-
-
-def this_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -97,14 +99,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def clock(device: torch.device):
+def clock(device: torch.device) -> Callable[[], float]:
     """Wall time; on a CPU with one thread the process' CPU time, which is the same but for what
     other programs take."""
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if one_thread else time.perf_counter
 
 
-def timed(step, device) -> dict:
+def timed(step: Step, device: torch.device) -> dict[str, float]:
     """Seconds of each phase of one run, and their "total"."""
     phases, seconds = {}, clock(device)
     run = step()
@@ -119,10 +121,10 @@ def timed(step, device) -> dict:
     return phases
 
 
-def attempt(result: Result, function):
-    """function(); a failure becomes the variant's note, because peers may fail in any way."""
+def attempt(result: Result, function: Callable, *arguments: object) -> object:
+    """function(*arguments). A failure becomes the variant's note: peers may fail in any way."""
     try:
-        return function()
+        return function(*arguments)
     except Exception as error:
         memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate" in str(error)
         first = (str(error).splitlines() or [""])[0]
@@ -133,23 +135,27 @@ def attempt(result: Result, function):
     return None
 
 
-def time_interleaved(steps: dict, results: dict, device, rounds: int, warm: bool = False) -> None:
-    """Rounds over all variants in turn, so that drift of clocks and neighbours hits all alike.
+def time_interleaved(
+    steps: dict[str, Step], results: dict[str, Result], device: torch.device, rounds: int,
+    warm: bool = False,
+) -> list[tuple[Result, Step]]:
+    """Rounds over all variants, so that drift of clocks and neighbors hits all alike; those that
+    could be timed.
 
     Unless they are warm, a first round isn't counted. A slow variant stops after SLOW_SECONDS.
     """
     samples = {name: defaultdict(list) for name in steps}
-    turns = [(turn, name) for turn in range(warm, rounds + 1) for name in steps]
+    runs = [(number, name) for number in range(warm, rounds + 1) for name in steps]
     gc.collect()
     gc.freeze()  # so that looking for garbage between runs takes no time
-    for turn, name in tqdm(turns, "timing", leave=False, disable=None):
+    for number, name in tqdm(runs, "timing", leave=False, disable=None):
         times = samples[name]
         if results[name].note or sum(times["total"]) > SLOW_SECONDS:
             continue
         gc.collect()
-        phases = attempt(results[name], partial(timed, steps[name], device))
+        phases = attempt(results[name], timed, steps[name], device)
         for phase, seconds in (phases or {}).items():
-            if turn:
+            if number:
                 times[phase].append(seconds)
     gc.unfreeze()
     for name, times in samples.items():
@@ -159,6 +165,7 @@ def time_interleaved(steps: dict, results: dict, device, rounds: int, warm: bool
         result.rounds, result.median_s = len(total), statistics.median(total)
         result.low_s, result.high_s = (float(q) for q in numpy.quantile(total, [0.2, 0.8]))
         result.phases = {phase: statistics.median(seconds) for phase, seconds in times.items()}
+    return [(results[name], step) for name, step in steps.items() if not results[name].note]
 
 
 class CountOperators(TorchDispatchMode):
@@ -168,22 +175,23 @@ class CountOperators(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         aliases = [out.alias_info for out in func._schema.returns]
         self.count += not any(alias is not None and not alias.is_write for alias in aliases)
         return func(*args, **(kwargs or {}))
 
 
-def count_cost(step, result: Result) -> None:
+def count_cost(step: Step, result: Result) -> None:
     """FLOPs and launched operators of one run, the same numbers on every device. FLOPs inside
     Triton kernels are not seen."""
-    with flop_counter() as flops, CountOperators() as operators:
-        for _ in step():
-            pass
-    result.flops, result.operators = flops.get_total_flops(), operators.count
+    with CountOperators() as operators:
+        result.flops = count_flops(step)
+    result.operators = operators.count
 
 
-def count_flops(step) -> int:
+def count_flops(step: Step) -> int:
     """FLOPs of a run, whose weights may be hollow (models.py)."""
     with flop_counter() as flops:
         for _ in step():
@@ -191,26 +199,30 @@ def count_flops(step) -> int:
     return flops.get_total_flops()
 
 
-def measure_memory(step, device, result: Result) -> None:
+def of_layers(layers: int, count: Callable[[int], int]) -> int:
+    """count(layers), told from two and three: all layers but the last cost the same."""
+    two, three = count(2), count(3)
+    return two + (layers - 2) * (three - two)
+
+
+def measure_memory(step: Step, device: torch.device, result: Result) -> None:
     """Peak of one run above the bytes held just before it; a run before loads the libraries."""
     for _ in step():
         pass
     gc.collect()
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    else:
-        before = _resident(reset=True)
+    before = torch.cuda.memory_allocated(device) if on_gpu else _resident(reset=True)
     for _ in step():
         pass
     synchronize(device)
-    on_gpu = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else _resident(peak=True)
     result.peak_bytes, result.baseline_bytes = peak - before, before
 
 
-def _resident(peak=False, reset=False) -> int:
+def _resident(peak: bool = False, reset: bool = False) -> int:
     """Resident bytes of this process, or their high-water mark since the last reset (Linux)."""
     if reset:
         # Freed blocks that glibc keeps would hide what the next run needs.
@@ -223,15 +235,15 @@ def _resident(peak=False, reset=False) -> int:
     raise RuntimeError(f"/proc/self/status has no {wanted}")
 
 
-def memory(name: str, step, device, result: Result, args, shape=()) -> None:
+def memory(step: Step, result: Result, args: argparse.Namespace, *shape: object) -> None:
     """Fill in the memory of a variant: on a CPU from a fresh process, because what the allocator
     of this one holds would hide a need. shape: arguments that pick one point of a sweep."""
     if args.no_memory or result.note:
         return
-    if device.type == "cuda":
-        attempt(result, partial(measure_memory, step, device, result))
+    if args.device.type == "cuda":
+        attempt(result, measure_memory, step, args.device, result)
         return
-    command = [sys.executable, *args.command, *shape, "--measure-memory", name]
+    command = [sys.executable, *args.command, *map(str, shape), "--measure-memory", result.name]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -241,10 +253,10 @@ def memory(name: str, step, device, result: Result, args, shape=()) -> None:
     result.peak_bytes, result.baseline_bytes = measured["peak_bytes"], measured["baseline_bytes"]
 
 
-def print_memory(name: str, step, device) -> None:
+def print_memory(step: Step, args: argparse.Namespace) -> None:
     """What the child process does."""
-    result = Result(name)
-    measure_memory(step, device, result)
+    result = Result(args.measure_memory)
+    measure_memory(step, args.device, result)
     print(json.dumps({"peak_bytes": result.peak_bytes, "baseline_bytes": result.baseline_bytes}))
 
 
@@ -260,7 +272,7 @@ def peak_of(device: torch.device) -> Peak:
     return Peak(2 * len(a) ** 3 / product, 2 * source.nbytes / copy)
 
 
-def _fastest(run, repeats: int = 5) -> float:
+def _fastest(run: Callable[[], object], repeats: int = 5) -> float:
     times, seconds = [], clock(torch.device("cpu"))
     for _ in range(repeats):
         start = seconds()

@@ -14,9 +14,11 @@ from bwsft.models.llada import LladaBackbone, LladaForMaskedDiffusion
 from bwsft.models.lora import add_lora
 
 
-def random_backbone(size: str, dtype: torch.dtype, device: torch.device) -> Backbone:
+def random_backbone(
+    size: str, dtype: torch.dtype, device: torch.device, layers: int | None = None
+) -> Backbone:
     """N(0, 0.02) weights drawn on the device, which for 8B takes seconds; norms are 1."""
-    backbone = _without_weights(size, dtype)
+    backbone = _without_weights(size, dtype, layers)
     backbone.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():

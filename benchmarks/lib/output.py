@@ -4,20 +4,37 @@ import json
 import platform
 import subprocess
 import time
+from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from lib import harness
 from lib.harness import Peak, Result
 
+Point = tuple[dict, list[Result]]  # the settings of a shape, and what was measured there
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("median_s", "tokens_per_s", "supervised_tokens_per_s", "peak_bytes", "flops", "operators")
 
 
-def header(device: torch.device, peak: Peak, args) -> dict:
+def run(
+    args: Namespace, bench: str, title: str, points: Iterable[Point], remarks: Iterable[str] = ()
+) -> None:
+    """Measure point after point, each with a table of its own, then `finish`."""
+    counting = getattr(args, "count_only", False)
+    peak = Peak() if counting else harness.peak_of(args.device)
+    head, done = header(args.device, peak, args), []
+    for settings, results in points:
+        done.append((settings, results))
+        print_table(f"{title}{settings_text(settings)}", head, results, peak)
+    finish(args, bench, head, done, remarks)
+
+
+def header(device: torch.device, peak: Peak, args: Namespace) -> dict:
     """Where a result comes from."""
 
-    def git(*words):
+    def git(*words: str) -> str | None:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
 
@@ -48,7 +65,7 @@ def header(device: torch.device, peak: Peak, args) -> dict:
     }
 
 
-def _command(args) -> str:
+def _command(args: Namespace) -> str:
     """The command line without the files that it wrote and without this machine's paths."""
     words, words_left = [f"benchmarks/{Path(args.command[0]).name}"], iter(args.command[1:])
     for word in words_left:
@@ -77,11 +94,11 @@ def provenance(head: dict) -> str:
 def cells(results: list[Result], peak: Peak) -> list[list[str]]:
     """A table as text, the titles first; columns without a number are left out."""
 
-    def show(values, scale=1.0, pattern=None):
+    def show(values: list, scale: float = 1.0, pattern: str | None = None) -> list[str]:
         scaled = [None if v is None else v * scale for v in values]
         return [_plain(v) if pattern is None or v is None else pattern.format(v) for v in scaled]
 
-    def column(name, scale=1.0):
+    def column(name: str, scale: float = 1.0) -> list[str]:
         return show([getattr(r, name) for r in results], scale)
 
     naive = next((r.median_s for r in results if r.name == "naive"), None)
@@ -110,7 +127,7 @@ def cells(results: list[Result], peak: Peak) -> list[list[str]]:
     return [list(table), *map(list, zip(*table.values(), strict=True))]
 
 
-def _plain(value) -> str:
+def _plain(value: float | str | None) -> str:
     """Four digits, or all of an integer."""
     if value is None:
         return ""
@@ -149,12 +166,11 @@ def summary(bench: str, head: dict, results: list[Result]) -> dict:
             "variants": variants, "speedup": speedup}
 
 
-def finish(args, bench: str, head: dict, points: list, remarks=()) -> None:
-    """Write --json and --plot, then print the summary of the first point as the last line.
-
-    points: [(settings, results)], one for each shape that was measured. remarks: sentences that
-    belong to the numbers.
-    """
+def finish(
+    args: Namespace, bench: str, head: dict, points: list[Point], remarks: Iterable[str] = ()
+) -> None:
+    """Print the remarks, which belong to the numbers, write --json and --plot, then print the
+    summary of the first point as the last line."""
     for remark in remarks:
         print(remark)
     content = {

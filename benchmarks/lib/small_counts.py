@@ -2,31 +2,37 @@
 denoising steps as CUDA graphs too, and of a matrix with LoRA: the counted tables of
 bench_operators.py."""
 
+import dataclasses
 import itertools
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from unittest import mock
 
 import torch
-from lib import harness, models, operators, shapes
+from lib import harness, models, output
 from lib.launches import Launches, fused_launches
-from lib.steps import MODES, Job, make_job
+from lib.steps import MODES, Job, Variant, make_job
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bwsft.decoding import context as decode_context
+from bwsft.decoding.canvas import Canvas
 from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.cuda_graphs import GraphedPasses
-from bwsft.models.loading import new_backbone
+from bwsft.decoding.generate import decoding, denoise, poll
+from bwsft.decoding.request import make_rows
+from bwsft.models.backbone import Backbone
+from bwsft.objectives.base import Place
 
+CPU = torch.device("cpu")
 CONTEXTS = ("exact", "cached", "prefix", "block_causal")
 
 
-def trained(layers: int, fused: bool):
+def trained(layers: int, fused: bool) -> Backbone:
     """A narrow model with LoRA on all matrices, prepared as on CUDA."""
     from peft.tuners.lora import LoraLayer
 
-    config = shapes.config_of("tiny")
-    config.n_layers = layers
-    backbone = new_backbone(config, seed=0).bfloat16()
+    backbone = models.random_backbone("tiny", torch.bfloat16, CPU, layers)
     models.adapt(backbone, 2)
     for module in backbone.modules():
         if isinstance(module, LoraLayer):
@@ -35,37 +41,53 @@ def trained(layers: int, fused: bool):
     return backbone
 
 
-def training_operators(mode, job: Job, layers: int, fused: bool) -> list[int]:
+def training_operators(variant: Variant, job: Job, layers: int, fused: bool) -> list[int]:
     """[operators] of forward and backward of the job's first micro-batch."""
     backbone = trained(layers, fused)
-    run = job.run(backbone, mode)
-    run.autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    mode = job.mode(backbone, variant)
+    mode = dataclasses.replace(mode, autocast=partial(torch.autocast, "cpu", torch.bfloat16))
     with Launches() as count:
-        for loss in mode.losses(run, job.batches[0]):
+        for loss in mode.losses(job.batches[0], Place(0, 0, 1, 0)):
             loss.total.backward()
     return [count.count]
 
 
+def operators_per_step(
+    model: Backbone, prompts: list[list[int]], config: DecodeConfig,
+    counter: type[harness.CountOperators] = harness.CountOperators,
+) -> list[int]:
+    """Operators of every denoising step of one batch, the poll included. Rule quota."""
+    family, weight = model.family, model.head()[0]
+    rows = make_rows(prompts, None, range(len(prompts)), family, config)
+    canvas, counts = Canvas.begin(rows, family, weight), []
+    with decoding(model, weight):
+        context = DecodeContext.begin(model, config, canvas)
+        for step in range(len(rows[0].plan)):
+            planned = [row.plan[step] for row in rows]
+            with counter() as operators:
+                outcome = denoise(context, canvas, planned, step)
+                poll(canvas, outcome, outcome.nan, step + 1, config)
+            counts.append(operators.count)
+    return counts
+
+
 def decoding_operators(context: str, layers: int, kind: str) -> list[int]:
     """Operators of a later denoising step of a block, and of its first one."""
-    model = operators.narrow_model(layers, 64).bfloat16()
+    model = models.random_backbone("tiny", torch.bfloat16, CPU, layers)
     model.set_fused_ops("off" if kind == "naive" else "on")
     config = DecodeConfig(16, 8, context=context, graphs=kind == "graphs")
 
-    def graphed(model):
-        return GraphedPasses(model, one_launch)
-
-    with (mock.patch.object(operators, "CountOperators", Launches),
-          mock.patch.object(decode_context, "graphed", graphed)):
-        counts = operators.operators_per_step(model, [[3] * 16], config)
+    graphed = partial(GraphedPasses, record=one_launch)
+    with mock.patch.object(decode_context, "graphed", graphed):
+        counts = operators_per_step(model, [[3] * 16], config, Launches)
     return [counts[12], counts[8]]  # shapes new to step 9 are recorded in step 10
 
 
-def one_launch(run):
+def one_launch(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     """A recording whose replay counts as one operator."""
     output = run()
 
-    def replay():
+    def replay() -> None:
         with _disable_current_modes():
             output.copy_(run())
             one = torch.ones(())
@@ -74,9 +96,11 @@ def one_launch(run):
     return replay, output
 
 
-def counted(names, count, layers: int, kinds) -> list[harness.Result]:
-    """A row for each name and kind; count(name, layers, kind) -> operators, and those of a first
-    step.
+def counted(
+    names: Iterable[str], count: Callable[[str, int, str], list[int]], layers: int,
+    kinds: tuple[str, ...],
+) -> list[harness.Result]:
+    """A result for each name and kind; count -> [operators, those of a first step if it differs].
 
     Layers but the last cost the same, so two and three tell the cost of any number."""
     results = []
@@ -91,10 +115,10 @@ def counted(names, count, layers: int, kinds) -> list[harness.Result]:
     return results
 
 
-def counted_points(layers: int) -> list:
-    job = make_job("tiny", [(16, 32)] * 4, 4, 8, torch.device("cpu"), gen_length=32)
+def counted_points(layers: int) -> list[output.Point]:
+    job = make_job("tiny", [(16, 32)] * 4, 4, 8, CPU, gen_length=32)
 
-    def training(name, layers, kind):
+    def training(name: str, layers: int, kind: str) -> list[int]:
         return training_operators(MODES[name], job, layers, kind == "fused")
 
     steps = counted(MODES, training, layers, ("naive", "fused"))
@@ -103,8 +127,8 @@ def counted_points(layers: int) -> list:
             ({"part": "denoising step", "layers": layers}, decoding)]
 
 
-def lora_linear():
-    """(settings, results) of one matrix without and with LoRA, forward and backward, in fp32."""
+def lora_linear() -> output.Point:
+    """One matrix without and with LoRA, forward and backward, in fp32."""
     rows, width, out, rank = 256, 64, 96, 8
     x, results = torch.randn(rows, width, requires_grad=True), []
     for name, dropout in (("base", None), ("peft", 0.0), ("peft_dropout", 0.05)):
@@ -115,7 +139,7 @@ def lora_linear():
             config = peft.LoraConfig(r=rank, target_modules=["0"], lora_dropout=dropout)
             module = peft.get_peft_model(module, config).train()
 
-        def step(module=module):
+        def step(module: torch.nn.Module = module) -> Iterator[str]:
             y = module(x)
             yield "forward"
             y.sum().backward()

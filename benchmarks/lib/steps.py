@@ -1,36 +1,50 @@
-"""One optimiser step of LLaDA with LoRA in every variant of bench_step.py, and its gate."""
+"""One optimizer step of LLaDA with LoRA in every variant of bench_step.py, and its gate."""
 
+import dataclasses
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bwsft_kernels import MaskSpec
-from lib import shapes
+from bwsft_kernels.block_grid import BlockGrid
+from lib import harness, shapes
+from torch import Tensor
 
-from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.backbone import trainable
-from bwsft.objectives import blockwise
-from bwsft.training.context_modes import Mode
+from bwsft import presets
+from bwsft.config import Config
+from bwsft.data.packing import Batch, CanvasLayout, Example, pack
+from bwsft.models.backbone import Backbone, trainable
+from bwsft.objectives.base import Place
+from bwsft.objectives.blockwise import Blockwise
+from bwsft.training.context_modes import ContextMode, make_mode
 
-MODES = {
-    "exact": Mode("exact", even=True),
-    "cached_k1": Mode("cached", draws=1, even=True),
-    "cached_k4": Mode("cached", draws=4, even=True),
-    "block_causal": Mode("block_causal", even=True),
-}
 MAX_LENGTH = 256  # of a padded row, as in the paper
 
 
 @dataclass(frozen=True)
-class Job:
-    """The micro-batches of one optimiser step and how they are masked."""
+class Variant:
+    """A context mode with its draws per context."""
 
-    batches: list  # bwsft.data.packing.Batch
-    spec: MaskSpec
+    context: str = "exact"
+    draws: int = 1
+
+
+MODES = {
+    "exact": Variant(),
+    "cached_k1": Variant("cached"),
+    "cached_k4": Variant("cached", 4),
+    "block_causal": Variant("block_causal"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The micro-batches of one optimizer step and how they are masked."""
+
+    batches: list[Batch]
+    config: Config
     device: torch.device
 
     @property
@@ -38,58 +52,66 @@ class Job:
         """Prompt and response tokens; padding and canvas don't count."""
         return sum(int(b.prompt_lengths.sum() + b.response_lengths.sum()) for b in self.batches)
 
-    def supervised(self, mode) -> float:
-        """Expected loss rows of a step: half of the active block for each draw, so that the luck
-        of few draws decides nothing."""
-        total = 0.0
+    def supervised(self, variant: Variant | None) -> float:
+        """Expected supervised tokens of a step: half of the active block for each draw, so that
+        the luck of few draws decides nothing."""
+        total, grid = 0.0, BlockGrid(self.config.block_size)
         for batch in self.batches:
             for response in batch.response_lengths.tolist():
-                blocks = -(-response // self.spec.block_size)
-                whole = mode is not None and mode.name == "block_causal"
-                draws = 1 if mode is None else mode.draws
-                total += draws * response / (2 if whole else 2 * blocks)
+                whole = variant is not None and variant.context == "block_causal"
+                draws = 1 if variant is None else variant.draws
+                blocks = 1 if whole else grid.num_blocks(0, response)
+                total += draws * response / (2 * blocks)
         return total
 
-    def run(self, backbone, mode):
-        """What bwsft.training.context_modes needs of a run."""
-
-        def autocast():
-            cuda = self.device.type == "cuda"
-            return torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
-
-        def corrupt(batch, draw):
-            return blockwise.corrupt(batch, self.spec, "uniform", draw, mode.draws)
-
-        return SimpleNamespace(backbone=backbone, mode=mode, spec=self.spec, device=self.device,
-                               autocast=autocast, corrupt=corrupt)
+    def mode(self, backbone: Backbone, variant: Variant) -> ContextMode:
+        config = dataclasses.replace(
+            self.config, context=variant.context, draws_per_context=variant.draws
+        )
+        objective = Blockwise.of(config, backbone.family)
+        return make_mode(config, backbone.family, backbone, objective, self.device)
 
 
-def make_job(size: str, lengths, batch: int, block: int, device, **canvas) -> Job:
-    """Synthetic examples of these (prompt, response) lengths, `batch` to a micro-batch. canvas:
-    options of CanvasLayout."""
-    config, rng = shapes.config_of(size), np.random.default_rng(0)
-    most = config.eos_token_id - 1
+def make_job(
+    size: str,
+    lengths: Sequence[tuple[int, int]],
+    batch: int,
+    block: int,
+    device: torch.device,
+    canvas: str = "fixed",
+    **options: int,
+) -> Job:
+    """Synthetic examples of these (prompt, response) lengths, `batch` to a micro-batch. canvas and
+    options: those of CanvasLayout."""
+    model, rng = shapes.config_of(size), np.random.default_rng(0)
+    most = model.eos_token_id - 1
     layout = CanvasLayout(
-        mask_id=config.mask_token_id, eos_id=config.eos_token_id, block_size=block, **canvas
-    )
+        mask_id=model.mask_token_id, eos_id=model.eos_token_id, block_size=block, canvas=canvas,
+        **options,
+    )  # fmt: skip
     examples = [
         Example(rng.integers(0, most, prompt), rng.integers(0, most, response), i)
         for i, (prompt, response) in enumerate(lengths)
     ]
     batches = [pack(examples[i : i + batch], layout) for i in range(0, len(examples), batch)]
-    return Job(batches, MaskSpec(block_size=block, mask_id=config.mask_token_id), device)
+    config = presets.debug()
+    dataset = dataclasses.replace(config.dataset, canvas=canvas)
+    config = dataclasses.replace(config, block_size=block, seed=0, dataset=dataset)
+    return Job(batches, config, device)
 
 
-def mode_losses(backbone, mode, job: Job, batch):
+def mode_losses(backbone: Backbone, variant: Variant, job: Job, batch: Batch) -> Iterator[Tensor]:
     """The losses of one micro-batch, one for each draw."""
-    for total, *_ in mode.losses(job.run(backbone, mode), batch):
-        yield total
+    place = Place(0, 0, batch.num_sequences, 0)
+    for loss in job.mode(backbone, variant).losses(batch, place):
+        yield loss.total
 
 
-def naive_losses(backbone, _, job: Job, batch):
+def naive_losses(backbone: Backbone, _: None, job: Job, batch: Batch) -> Iterator[Tensor]:
     """Padded rows, masks from a Python loop, logits of every position, per-row mean loss."""
-    lengths, size, spec = batch.cu_seqlens.diff().tolist(), job.spec.block_size, job.spec
-    ids = torch.full((len(lengths), max(lengths)), backbone.family.eos_id)
+    lengths, size = batch.cu_seqlens.diff().tolist(), job.config.block_size
+    mask_id, eos_id = backbone.family.mask_id, backbone.family.eos_id
+    ids = torch.full((len(lengths), max(lengths)), eos_id)
     labels = torch.full_like(ids, -100)
     for s, row in enumerate(batch.ids.split(lengths)):
         ids[s, : len(row)] = row
@@ -99,10 +121,10 @@ def naive_losses(backbone, _, job: Job, batch):
         for i in range(first, last):
             if random.random() < rate:
                 labels[s, i] = ids[s, i]
-        ids[s][labels[s] != -100] = spec.mask_id
-        ids[s, last : start + response] = spec.mask_id
+        ids[s][labels[s] != -100] = mask_id
+        ids[s, last : start + response] = mask_id
     ids, labels = ids.to(job.device), labels.to(job.device)
-    with job.run(backbone, MODES["exact"]).autocast():
+    with job.mode(backbone, MODES["exact"]).autocast():
         logits = backbone.model(input_ids=ids).logits
     each = F.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), reduction="none"
@@ -110,37 +132,44 @@ def naive_losses(backbone, _, job: Job, batch):
     yield (each.sum(1) / (labels != -100).sum(1).clamp(min=1)).sum()
 
 
-def step_of(backbone, mode, job: Job, optimizer=None):
-    """One optimiser step; mode None is the naive path."""
-    losses = naive_losses if mode is None else mode_losses
+def step_of(
+    backbone: Backbone,
+    variant: Variant | None,
+    job: Job,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> harness.Step:
+    """One optimizer step; variant None is the naive path."""
+    losses = naive_losses if variant is None else mode_losses
 
-    def step():
+    def step() -> Iterator[str]:
         try:
             for batch in job.batches:
-                for total in losses(backbone, mode, job, batch):
+                for total in losses(backbone, variant, job, batch):
                     total.backward()
             yield "micro-batches"
             if optimizer:
                 torch.nn.utils.clip_grad_norm_(trainable(backbone).values(), 1.0)
                 optimizer.step()
-            yield "optimiser"
+            yield "optimizer"
         finally:
             backbone.zero_grad(set_to_none=True)
 
     return step
 
 
-def check(backbone, job: Job) -> str:
+def check(backbone: Backbone, job: Job) -> str:
     """The gate: the exact step's loss equals full logits + cross_entropy at the same masks; every
     other mode's loss is finite and of its size (random weights: near log V)."""
     losses, batch = {}, job.batches[0]
     with torch.no_grad():
-        for name, mode in MODES.items():
-            losses[name] = sum(float(t) for t in mode_losses(backbone, mode, job, batch))
-        run = job.run(backbone, MODES["exact"])
-        noisy, masked = run.corrupt(batch.to(job.device), 0)
-        with run.autocast():
-            hidden = backbone.hidden_states(noisy.ids, noisy.position_ids, noisy.cu_seqlens)
+        for name, variant in MODES.items():
+            losses[name] = sum(float(t) for t in mode_losses(backbone, variant, job, batch))
+        mode = job.mode(backbone, MODES["exact"])
+        masked = mode.objective.mask(batch.to(job.device))
+        with mode.autocast():
+            hidden = backbone.hidden_states(
+                masked.noisy_ids, *(x.to(job.device) for x in (batch.position_ids, batch.cu_seqlens))
+            )
         n = int(masked.num_rows)
         weight = backbone.head()[0]
         logits = F.linear(hidden[masked.rows[:n]].to(weight.dtype), weight).float()

@@ -1,28 +1,25 @@
 """The decoding benchmark at a toy size: last line, counted FLOPs, and a gate that closes."""
 
 import json
-from pathlib import Path
 
+import bench_generate
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = "--size tiny --prompt 8 --gen 16 --block 4 --rounds 1 --no-memory".split()
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def bench_generate(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bench = pytest.importorskip("bench_generate")
-    monkeypatch.setattr(bench.harness, "peak_of", lambda device: bench.harness.Peak(1e11, 1e10))
-    return bench
-
-
-def test_last_line_and_file(bench_generate, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_generate, "SWEEP", ((8,), (16,), (1, 2)))
-    trained = bench_generate.trained_problem
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """A made-up peak, and two trained problems in place of eight."""
+    trained, peak = bench_generate.trained_problem, bench_generate.harness.Peak(1e11, 1e10)
+    monkeypatch.setattr(bench_generate.harness, "peak_of", lambda device: peak)
     monkeypatch.setattr(bench_generate, "trained_problem", lambda device: trained(device, 2))
+
+
+def test_last_line_and_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_generate, "SWEEP", ((8,), (16,), (1, 2)))
     file = tmp_path / "out.json"
     bench_generate.main([*TINY, "--sweep", "--json", str(file)])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -40,7 +37,7 @@ def test_last_line_and_file(bench_generate, capsys, tmp_path, monkeypatch):
     assert extra["block_causal"]["passes"] == 45  # the prompt and four commits
 
 
-def test_flops_are_those_of_a_real_decoding(bench_generate, monkeypatch):
+def test_flops_are_those_of_a_real_decoding(monkeypatch):
     """Counted with two and three hollow layers; here the model has four."""
     sizes = bench_generate.shapes.SIZES
     monkeypatch.setitem(sizes, "tiny", dict(sizes["tiny"], n_layers=4))
@@ -54,7 +51,7 @@ def test_flops_are_those_of_a_real_decoding(bench_generate, monkeypatch):
         assert bench_generate.hollow_flops("tiny", shape, *grid, options) == real, name
 
 
-def test_the_formulas_of_a_whole_decoding(bench_generate):
+def test_the_formulas_of_a_whole_decoding():
     """Counted over all blocks. block_causal's formula has a commit of the last block too, and not
     the prompt's one pass."""
     cost = bench_generate.shapes.decode_flops("tiny", 4, 8, 4)
@@ -66,7 +63,7 @@ def test_the_formulas_of_a_whole_decoding(bench_generate):
         assert counted == pytest.approx(8 * per_step, rel=within), name
 
 
-def test_the_8b_model_is_counted_without_weights(bench_generate, capsys):
+def test_the_8b_model_is_counted_without_weights(capsys):
     bench_generate.main("--size 8b --count-only --prompt 8 --gen 8 --block 4 "
                         "--variants naive cached".split())
     variants = json.loads(capsys.readouterr().out.splitlines()[-1])["variants"]
@@ -75,20 +72,18 @@ def test_the_8b_model_is_counted_without_weights(bench_generate, capsys):
     assert variants["cached"]["flops"] < variants["naive"]["flops"] / 2
 
 
-def test_the_rules_of_the_related_work(bench_generate, capsys, monkeypatch):
-    trained = bench_generate.trained_problem
-    monkeypatch.setattr(bench_generate, "trained_problem", lambda device: trained(device, 2))
+def test_the_rules_of_the_related_work(capsys):
     related = list(bench_generate.EVERY)[-5:]
     bench_generate.main([*TINY, "--variants", *related])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(last["variants"]) == related
     assert all(variant["median_s"] > 0 for variant in last["variants"].values())
     flops = {name: variant["flops"] for name, variant in last["variants"].items()}
-    assert flops["routed"] == flops["rcr"] > flops["first_hitting"]  # all open slots, not [MASK]s
+    assert flops["routed"] == flops["rcr"] > flops["first_hitting"]  # not of [MASK]s alone
 
 
 @pytest.mark.parametrize("name", ["first_hitting", "routed", "rcr", "edit", "apd"])
-def test_nothing_is_timed_when_a_rule_does_not_reduce(bench_generate, name, monkeypatch):
+def test_nothing_is_timed_when_a_rule_does_not_reduce(name, monkeypatch):
     right = bench_generate.decode_by
 
     def wrong(problem, options):
@@ -102,7 +97,7 @@ def test_nothing_is_timed_when_a_rule_does_not_reduce(bench_generate, name, monk
         bench_generate.gate(CPU, bench_generate.EVERY)
 
 
-def test_nothing_is_timed_when_exact_commits_other_tokens(bench_generate, monkeypatch):
+def test_nothing_is_timed_when_exact_commits_other_tokens(monkeypatch):
     right = bench_generate.decode
 
     def wrong(problem, name):

@@ -2,20 +2,12 @@
 
 import json
 import time
-from pathlib import Path
-from types import SimpleNamespace
+from argparse import Namespace
 
-import pytest
 import torch
+from lib import harness, output
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def harness(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("lib.harness")
 
 
 def steps(log, **seconds):
@@ -33,7 +25,7 @@ def steps(log, **seconds):
     return {name: variant(name, duration) for name, duration in seconds.items()}
 
 
-def test_variants_take_turns_and_the_first_round_warms_up(harness):
+def test_variants_alternate_and_the_first_round_warms_up():
     log, results = [], {name: harness.Result(name) for name in "ab"}
     harness.time_interleaved(steps(log, a=0.01, b=0), results, CPU, 3)
     assert log == list("ab" * 4) and results["a"].rounds == results["b"].rounds == 3
@@ -45,7 +37,7 @@ def test_variants_take_turns_and_the_first_round_warms_up(harness):
     assert log == list("ab")
 
 
-def test_a_slow_variant_stops_and_a_failed_one_says_why(harness, monkeypatch):
+def test_a_slow_variant_stops_and_a_failed_one_says_why(monkeypatch):
     monkeypatch.setattr(harness, "SLOW_SECONDS", 0.015)
     log, names = [], ("slow", "quick", "full", "wrong")
     results = {name: harness.Result(name) for name in names}
@@ -65,7 +57,7 @@ def test_a_slow_variant_stops_and_a_failed_one_says_why(harness, monkeypatch):
     assert results["wrong"].note == "RuntimeError: one line"
 
 
-def test_one_thread_is_timed_without_its_neighbours(harness, monkeypatch):
+def test_one_thread_is_timed_without_its_neighbours(monkeypatch):
     def step():
         time.sleep(0.05)  # as if another program ran
         yield "all"
@@ -76,7 +68,7 @@ def test_one_thread_is_timed_without_its_neighbours(harness, monkeypatch):
     assert harness.timed(step, CPU)["total"] >= 0.05
 
 
-def test_cost_and_share_of_the_roofline(harness):
+def test_cost_and_share_of_the_roofline():
     def step():
         x = torch.ones(8, 16) @ torch.ones(16, 4)
         x.view(4, 8).add_(1)
@@ -91,7 +83,7 @@ def test_cost_and_share_of_the_roofline(harness):
     assert harness.Peak().share(result) is None
 
 
-def test_memory_is_the_peak_above_what_was_held(harness):
+def test_memory_is_the_peak_above_what_was_held():
     held = torch.ones(8 << 20)
 
     def step():
@@ -103,14 +95,12 @@ def test_memory_is_the_peak_above_what_was_held(harness):
     assert 60 << 20 < result.peak_bytes < 80 << 20 and result.baseline_bytes > held.nbytes
 
 
-def test_peak_of_this_cpu_is_plausible(harness):
+def test_peak_of_this_cpu_is_plausible():
     peak = harness.peak_of(CPU)
     assert 1e9 < peak.flops < 1e13 and 1e8 < peak.bytes < 1e12
 
 
-def test_tables_leave_empty_columns_out_and_files_leave_empty_fields_out(harness, tmp_path, capsys):
-    from lib import output
-
+def test_tables_leave_empty_columns_out_and_files_leave_empty_fields_out(tmp_path, capsys):
     fast = harness.Result("naive", median_s=2.0, low_s=1.5, high_s=2.5, flops=4 * 10**12,
                           phases={"total": 2.0, "all": 2.0}, extra={"steps": 12})
     missing = harness.Result("peer", note="not installed")
@@ -120,7 +110,7 @@ def test_tables_leave_empty_columns_out_and_files_leave_empty_fields_out(harness
         ["naive", "2,000", "1,500-2,500", "1.00", "4,000", "50.0%", "12"],
         ["peer", "", "", "", "", "", ""],
     ]
-    args = SimpleNamespace(json=tmp_path / "out.json", plot=None)
+    args = Namespace(json=tmp_path / "out.json", plot=None)
     head = {"device": "cpu", "commit": "abc"}
     output.finish(args, "x", head, [({"rows": 1}, [fast, missing])], ["A remark."])
     remark, last = capsys.readouterr().out.splitlines()
@@ -132,10 +122,8 @@ def test_tables_leave_empty_columns_out_and_files_leave_empty_fields_out(harness
     assert point["results"][1] == {"name": "peer", "note": "not installed", "rounds": 0}
 
 
-def test_the_command_names_no_file_of_this_machine(harness):
-    from lib import output
-
-    args = SimpleNamespace(command=["/home/me/benchmarks/bench_x.py", "--quick", "--json",
+def test_the_command_names_no_file_of_this_machine():
+    args = Namespace(command=["/home/me/benchmarks/bench_x.py", "--quick", "--json",
                                     "/home/me/a.json", "--rows", "8", "--plot=/b.png"])
     head = output.header(CPU, harness.Peak(), args)
     assert head["command"] == "python benchmarks/bench_x.py --quick --rows 8"

@@ -5,17 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_loss
 import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = "--batch 2 --length 32 --hidden 16 --rows 8 --vocab 20000 --rounds 2".split()
-
-
-@pytest.fixture
-def bench_loss(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("bench_loss")
 
 
 def test_last_line_and_file(tmp_path):
@@ -42,7 +37,7 @@ def test_last_line_and_file(tmp_path):
     assert str(tmp_path) not in content["header"]["command"]
 
 
-def test_sweep_changes_one_setting_at_a_time(bench_loss, capsys, monkeypatch, tmp_path):
+def test_sweep_changes_one_setting_at_a_time(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_loss, "SWEEP", {"rows": (4, 8, 16), "vocab": (50, 100)})
     file, plot = tmp_path / "out.json", tmp_path / "out.png"
     bench_loss.main([*SMALL[:-4], "--vocab", "200", "--rounds", "1", "--sweep", "--no-memory",
@@ -57,7 +52,7 @@ def test_sweep_changes_one_setting_at_a_time(bench_loss, capsys, monkeypatch, tm
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_missing_peer_says_why(bench_loss, monkeypatch):
+def test_a_missing_peer_says_why(monkeypatch):
     monkeypatch.setattr(bench_loss.importlib.util, "find_spec", lambda name: None)
     for device in ("cpu", "cuda"):
         found = bench_loss.losses(torch.device(device))
@@ -69,7 +64,7 @@ def test_a_missing_peer_says_why(bench_loss, monkeypatch):
     assert "need a CUDA device" in bench_loss.losses(torch.device("cpu"))["liger"]
 
 
-def test_gate_refuses_a_wrong_loss_and_a_wrong_gradient(bench_loss):
+def test_gate_refuses_a_wrong_loss_and_a_wrong_gradient():
     generator = torch.Generator().manual_seed(0)
     problem = bench_loss.Problem(
         torch.randn(12, 4, generator=generator).requires_grad_(),
@@ -87,7 +82,7 @@ def test_gate_refuses_a_wrong_loss_and_a_wrong_gradient(bench_loss):
     assert "dx" in bench_loss.check(halved, problem, truth)
 
 
-def test_nothing_is_timed_when_the_fused_loss_is_wrong(bench_loss, monkeypatch):
+def test_nothing_is_timed_when_the_fused_loss_is_wrong(monkeypatch):
     right = bench_loss.linear_cross_entropy
     monkeypatch.setattr(bench_loss, "linear_cross_entropy", lambda *a, **k: right(*a, **k) * 1.01)
     timed = []

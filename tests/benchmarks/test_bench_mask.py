@@ -2,22 +2,15 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
+import bench_mask
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def bench_mask(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("bench_mask")
-
-
-def test_last_line(bench_mask, capsys):
+def test_last_line(capsys):
     bench_mask.main("--sequences 2 3 --lengths 64 --block 8 --rounds 2 --no-memory".split())
     out = capsys.readouterr().out
     last = json.loads(out.splitlines()[-1])
@@ -28,8 +21,8 @@ def test_last_line(bench_mask, capsys):
         assert "block_mask_triton: needs a CUDA device" in out
 
 
-def test_the_loop_draws_what_its_source_says(bench_mask):
-    """Row of 3 + 10 in blocks of 4; the second block is active, half of its tokens are marked."""
+def test_the_loop_draws_what_its_source_says():
+    """A sequence of 3 + 10 in blocks of 4; block 1 is active, half of its tokens marked."""
 
     class Source:
         def block(self, row, count):
@@ -54,7 +47,7 @@ def test_the_loop_draws_what_its_source_says(bench_mask):
 
 
 @pytest.mark.parametrize("field", ["noisy_ids", "labels", "count"])
-def test_gate_sees_a_wrong_batch(bench_mask, monkeypatch, field):
+def test_gate_sees_a_wrong_batch(monkeypatch, field):
     problem = bench_mask.make_problem(4, 64, 8)
     spec = bench_mask.MaskSpec(block_size=8, mask_id=bench_mask.MASK)
     assert bench_mask.check(problem, CPU, spec) == ""

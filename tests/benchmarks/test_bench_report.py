@@ -5,18 +5,13 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
+import report
+from lib import figures
 
 from bwsft.commands import bench as bench_command
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
-
-
-@pytest.fixture
-def report(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("report")
 
 
 def point(settings, **seconds):
@@ -32,7 +27,7 @@ def result_file(points, bench="loss"):
     return {"bench": bench, "header": header, "remarks": ["As it is."], "points": points}
 
 
-def test_the_committed_page_is_what_its_files_make(report, tmp_path):
+def test_the_committed_page_is_what_its_files_make(tmp_path):
     """A new result or page: run python benchmarks/report.py."""
     folder = tmp_path / "results"
     shutil.copytree(RESULTS, folder)
@@ -51,7 +46,7 @@ def test_every_link_of_the_page_leads_somewhere():
     assert anchors == headings
 
 
-def test_a_page_with_a_failure(report, tmp_path):
+def test_a_page_with_a_failure(tmp_path):
     content = result_file([point({"rows": 8}, naive=0.2, fused=0.1)])
     content["points"][0]["results"].append({"name": "liger", "note": "out of memory"})
     (tmp_path / "one.json").write_text(json.dumps(content))
@@ -67,7 +62,7 @@ def test_a_page_with_a_failure(report, tmp_path):
     assert (tmp_path / "one.png").exists()
 
 
-def test_sections_by_benchmark_and_the_newest_first(report, tmp_path):
+def test_sections_by_benchmark_and_the_newest_first(tmp_path):
     for name, bench, date in (("a", "step", "2026-01-02"), ("b", "loss", "2026-01-01"),
                               ("c", "loss", "2026-01-03"), ("d", "loss", "2026-01-03")):
         content = result_file([point({"rows": 8}, naive=0.2)], bench)
@@ -76,9 +71,7 @@ def test_sections_by_benchmark_and_the_newest_first(report, tmp_path):
     assert re.findall(r"^## (.)", report.render(tmp_path), re.M) == ["c", "d", "b", "a"]
 
 
-def test_a_sweep_is_what_differs_in_one_number(report, tmp_path):
-    from lib import figures
-
+def test_a_sweep_is_what_differs_in_one_number(tmp_path):
     shapes = [(8, 100), (4, 100), (16, 100), (8, 50), (16, 50)]
     points = [point({"rows": r, "vocab": v, "head": "frozen"}, naive=0.1 * r) for r, v in shapes]
     found = figures.sweeps([(p["settings"], p["results"]) for p in points])
@@ -102,7 +95,8 @@ print(json.dumps({"bench": "x", "device": "cpu", "commit": "abc", "speedup": {"n
 
 def test_bench_prints_one_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_command, "FOLDER", tmp_path)
-    (tmp_path / "harness.py").touch()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/harness.py").touch()
     (tmp_path / "bench_loss.py").write_text(BENCH)
     (tmp_path / "bench_mask.py").write_text("raise SystemExit('the check failed: labels')")
     assert bench_command.run_bench(bench_command.BenchOptions(only=("loss", "mask"))) == 1

@@ -2,26 +2,24 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
+import bench_step
 import pytest
 import torch
+from lib import steps
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = "--size tiny --prompt 8 --gen 16 --block 4 --rank 2 --examples 2 --accumulate 2".split()
 CPU = torch.device("cpu")
 NAMES = ["naive", "exact", "cached_k1", "cached_k4", "block_causal"]
 
 
-@pytest.fixture
-def bench_step(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bench = pytest.importorskip("bench_step")
-    monkeypatch.setattr(bench.harness, "peak_of", lambda device: bench.harness.Peak(1e11, 1e10))
-    return bench
+@pytest.fixture(autouse=True)
+def made_up_peak(monkeypatch):
+    peak = bench_step.harness.Peak(1e11, 1e10)
+    monkeypatch.setattr(bench_step.harness, "peak_of", lambda device: peak)
 
 
-def test_last_line_and_file(bench_step, capsys, tmp_path):
+def test_last_line_and_file(capsys, tmp_path):
     file = tmp_path / "out.json"
     bench_step.main([*TINY, "--rounds", "1", "--no-memory", "--json", str(file)])
     out = capsys.readouterr().out
@@ -37,7 +35,7 @@ def test_last_line_and_file(bench_step, capsys, tmp_path):
     paper = modes["results"][-1]
     assert paper["name"] == "paper" and paper["tokens_per_s"] == 5100
     assert paper["extra"] == {"GB in all": 23.5} and "median_s" not in paper
-    # What bears loss on average: half of a block of 4, for each draw; or of the whole response.
+    # Supervised on average: half of a block of 4, for each draw; or of the whole response.
     per_step = {r["name"]: r["supervised_tokens_per_s"] * r["median_s"]
                 for r in modes["results"][:-1]}
     assert per_step == pytest.approx(
@@ -46,23 +44,23 @@ def test_last_line_and_file(bench_step, capsys, tmp_path):
     assert flops["naive"] > flops["exact_padded"] > flops["exact_fixed"] > flops["exact_packed"]
 
 
-def test_flops_are_those_of_a_real_step(bench_step, monkeypatch):
+def test_flops_are_those_of_a_real_step(monkeypatch):
     """Counted with two and three hollow layers; here the model has five."""
     sizes = bench_step.shapes.SIZES
     monkeypatch.setitem(sizes, "tiny", dict(sizes["tiny"], n_layers=5))
     args = bench_step.parse([*TINY, "--variants", *NAMES[:3], NAMES[4]])
     backbone = bench_step.models.random_backbone("tiny", torch.float32, CPU)
     bench_step.models.adapt(backbone, 2)
-    for name, (mode, job) in bench_step.modes_of(args, CPU, 16).items():
+    for name, (mode, job) in bench_step.modes_of(args, 16).items():
         one = dataclasses.replace(job, batches=job.batches[:1])
         real = bench_step.harness.count_flops(bench_step.step_of(backbone, mode, one))
         assert bench_step.counted(args, mode, job) == 2 * real, name
 
 
-def test_the_8b_model_is_counted_without_weights(bench_step):
+def test_the_8b_model_is_counted_without_weights():
     args = bench_step.parse("--size 8b --count-only --prompt 8 --gen 32 --accumulate 1 "
                             "--variants naive exact".split())
-    _, (naive, exact, _) = bench_step.run_modes(args, CPU, None, 32)
+    _, (naive, exact, _) = bench_step.run_modes(args, None, 32)
     assert naive.median_s is None and exact.flops < naive.flops
     # 7.5 G matrix weights, 671 M of LoRA; backward needs no gradient of the frozen ones.
     tokens, frozen, lora = 40, 6.98e9 + 0.518e9, 0.671e9
@@ -70,10 +68,8 @@ def test_the_8b_model_is_counted_without_weights(bench_step):
 
 
 @pytest.mark.parametrize("block, masked", [(1, range(12, 22)), (3, range(20, 22))])
-def test_naive_masks_the_active_block_and_the_suffix(bench_step, monkeypatch, block, masked):
+def test_naive_masks_the_active_block_and_the_suffix(monkeypatch, block, masked):
     """Prompt 8, response 14 in blocks of 4, padded to 24; every token of the block marked."""
-    from lib import steps
-
     job = bench_step.make_job("tiny", [(8, 14)], 1, 4, CPU, gen_length=16, canvas="padded",
                               max_length=24)
     backbone = bench_step.models.random_backbone("tiny", torch.float32, CPU)
@@ -88,9 +84,7 @@ def test_naive_masks_the_active_block_and_the_suffix(bench_step, monkeypatch, bl
     assert ids[22:] == [backbone.family.eos_id] * 2
 
 
-def test_nothing_is_timed_when_a_loss_is_wrong(bench_step, monkeypatch):
-    from lib import steps
-
+def test_nothing_is_timed_when_a_loss_is_wrong(monkeypatch):
     right = steps.mode_losses
     monkeypatch.setattr(steps, "mode_losses",
                         lambda *args: (loss * 1.001 for loss in right(*args)))
@@ -98,7 +92,7 @@ def test_nothing_is_timed_when_a_loss_is_wrong(bench_step, monkeypatch):
         bench_step.main(TINY)
 
 
-def test_padding_lengths_without_data(bench_step, monkeypatch):
+def test_padding_lengths_without_data(monkeypatch):
     monkeypatch.delenv("BWSFT_DATA_DIR", raising=False)
     lengths, source = bench_step.shapes.gsm8k_lengths(40)
     assert source == "32 lengths of GSM8K train" and len(lengths) == 40

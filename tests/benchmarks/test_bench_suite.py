@@ -4,7 +4,9 @@ import json
 import time
 from pathlib import Path
 
+import gpu_suite
 import pytest
+import tile_search as tiles
 import torch
 from bwsft_kernels import _tuning
 from bwsft_kernels._tuning import Tile
@@ -14,14 +16,13 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def suite(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = pytest.importorskip("gpu_suite")
+    """The suite on a folder of three small scripts."""
     (tmp_path / "ok.py").write_text("print('a table'); print('{\"bench\": \"ok\"}')")
     (tmp_path / "slow.py").write_text(
         "import time; print('one line', flush=True); time.sleep(60)")
     (tmp_path / "bad.py").write_text("raise RuntimeError('no GPU')")
-    monkeypatch.setattr(module, "HERE", tmp_path)
-    return module
+    monkeypatch.setattr(gpu_suite, "HERE", tmp_path)
+    return gpu_suite
 
 
 def part(suite, name, file, seconds=20):
@@ -64,10 +65,7 @@ def test_no_part_starts_when_time_is_up(suite, tmp_path, monkeypatch, capsys):
     assert "first: no time left" in capsys.readouterr().out
 
 
-def test_parts_name_files_and_fit_in_eight_minutes(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_suite
-
+def test_parts_name_files_and_fit_in_eight_minutes():
     assert gpu_suite.MOST == 480
     for one in gpu_suite.PARTS:
         assert one.file == "pytest" or (BENCHMARKS / one.file).exists()
@@ -76,13 +74,7 @@ def test_parts_name_files_and_fit_in_eight_minutes(monkeypatch):
     assert sum(one.seconds for one in gpu_suite.PARTS[:5]) <= gpu_suite.MOST
 
 
-@pytest.fixture
-def tiles(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("tile_search")
-
-
-def test_neighbors_fit_and_differ(tiles):
+def test_neighbors_fit_and_differ():
     tile = Tile(128, 128, 64, 8, 3)
     found = tiles.neighbors(tile, 80)
     assert tile not in found and len(found) == len(set(found)) >= 6
@@ -92,7 +84,7 @@ def test_neighbors_fit_and_differ(tiles):
         assert 2 * one.stages * one.depth * (one.rows + one.cols) <= 163 << 10
 
 
-def test_a_wrong_tile_and_a_broken_one_are_refused(tiles):
+def test_a_wrong_tile_and_a_broken_one_are_refused():
     key, present = ("grad_input", 80, 2), tiles.present("grad_input", 80, 512)
     best, wrong, broken = tiles.neighbors(present, 80)[:3]
 
@@ -116,7 +108,7 @@ def test_a_wrong_tile_and_a_broken_one_are_refused(tiles):
     assert str(wrong) not in found["ms"]
 
 
-def test_a_small_gain_proposes_nothing(tiles):
+def test_a_small_gain_proposes_nothing():
     key, present = ("loss", 90, 2), tiles.present("loss", 90, 512)
 
     def clock(run):
@@ -130,7 +122,7 @@ def test_a_small_gain_proposes_nothing(tiles):
     assert len(search(-1)["ms"]) == 1  # the time was up
 
 
-def test_dry_walks_all_cases(tiles, tmp_path, capsys):
+def test_dry_walks_all_cases(tmp_path, capsys):
     tiles.main(["--dry", "--out", str(tmp_path / "tiles.json")])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(last["found"]) == 2 * len(tiles.CASES)

@@ -8,6 +8,7 @@ import types
 import bwsft_kernels
 import pytest
 import torch
+from bwsft_kernels import torch_ops
 
 from bwsft.config import LoraConfig
 from bwsft.decoding.config import DecodeConfig
@@ -174,12 +175,12 @@ def test_what_is_called(monkeypatch):
 
 def test_auto_is_cuda_with_triton(monkeypatch):
     on_gpu = types.SimpleNamespace(is_cuda=True)
-    for there, expected in ((True, bwsft_kernels), (False, plain)):
+    for there, expected in ((True, bwsft_kernels), (False, torch_ops)):
         monkeypatch.setattr(llada_layers, "_triton_is_there", lambda there=there: there)
         assert llada_layers.small_ops("auto", on_gpu) is expected
-        assert llada_layers.small_ops("auto", torch.ones(1)) is plain
+        assert llada_layers.small_ops("auto", torch.ones(1)) is torch_ops
         assert llada_layers.small_ops("on", torch.ones(1)) is bwsft_kernels
-        assert llada_layers.small_ops("off", on_gpu) is plain
+        assert llada_layers.small_ops("off", on_gpu) is torch_ops
 
 
 def test_auto_leaves_compiled_code_whole(monkeypatch):

@@ -1,5 +1,8 @@
 """README.md and docs/: commands parse, files exist, targets exist, snippets compile and run."""
 
+import contextlib
+import hashlib
+import io
 import re
 import shlex
 from pathlib import Path
@@ -8,12 +11,14 @@ import pytest
 import tyro
 
 from bwsft import cli
+from bwsft.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose Python stands on its own, block after block; the README's shows parts of other code.
 RUN = ("docs/use_the_loss.md", "docs/write_an_objective.md")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+COMMANDS = set(re.findall(r"^  ([a-z]+) ", cli.USAGE, re.M))
 WORDS = ("bwsft", "python", "torchrun", "accelerate", "make")
 
 pages = pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
@@ -116,12 +121,9 @@ def test_files_exist(path):
 
 @pytest.fixture(scope="module")
 def known_flags():
-    """Every flag of every command, from its --help, and of the benchmarks and torchrun."""
-    import contextlib
-    import io
-
-    found = set()
-    for name in re.findall(r"^  ([a-z]+) ", cli.USAGE, re.M):
+    """Every flag of every command, from its --help, and of the benchmarks and the soak test."""
+    found = {"--help", "--version"}
+    for name in COMMANDS:
         words = [name, "debug", "--help"] if name == "train" else [name, "--help"]
         stream = io.StringIO()
         with contextlib.redirect_stdout(stream), contextlib.suppress(SystemExit):
@@ -129,26 +131,14 @@ def known_flags():
         found |= set(re.findall(r"--[a-z][\w.-]*", stream.getvalue()))
     for script in [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests/training/soak.py"]:
         found |= set(re.findall(r'"(--[\w-]+)"', script.read_text(encoding="utf-8")))
-    return found | {"--help", "--version"}
+    return found
 
 
 @pages
-def test_flags_named_in_the_text_exist(path, known_flags):
-    flags = {
-        word.partition("=")[0]
-        for span in spans(path)
-        if span.startswith("--")
-        for word in span.split()
-        if word.startswith("--")
-    }
-    assert flags <= known_flags
-
-
-@pages
-def test_commands_named_in_the_text_exist(path):
-    names = set(re.findall(r"^  ([a-z]+) ", cli.USAGE, re.M))
-    found = {m[1] for span in spans(path) if (m := re.match(r"bwsft ([a-z]+)", span))}
-    assert found <= names
+def test_flags_and_commands_named_in_the_text_exist(path, known_flags):
+    words = [word for span in spans(path) if span.startswith("--") for word in span.split()]
+    assert {w.partition("=")[0] for w in words if w.startswith("--")} <= known_flags
+    assert {m[1] for span in spans(path) if (m := re.match(r"bwsft ([a-z]+)", span))} <= COMMANDS
 
 
 @pages
@@ -167,3 +157,20 @@ def test_json_examples_are_records(path):
 
     for line in "".join(blocks(path, "json")).splitlines():
         assert normalize(line.encode()).response
+
+
+def test_the_paper_is_cited_and_the_license_is_whole():
+    title = (
+        "Blockwise SFT for Diffusion Language Models: Reconciling Bidirectional Attention and "
+        "Autoregressive Decoding"
+    )
+    citing = ("README.md", "docs/write_an_objective.md", "docs/context_modes.md", "CITATION.cff")
+    for name in (*citing, "bwsft/objectives/blockwise.py"):
+        text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        assert title in text and "2508.19529" in text, name
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {__version__}\n" in citation and "\nlicense: Apache-2.0\n" in citation
+    license = (ROOT / "LICENSE").read_bytes()
+    assert hashlib.sha256(license).hexdigest() == (  # that of apache.org
+        "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    )

@@ -1,84 +1,149 @@
-"""The house rules that a reader relies on: import arrows, cheap imports, budgets."""
+"""The house rules of tests/house_rules.py hold, and each would find a violation."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from house_rules import (
+    KERNELS,
+    functions_fit_on_a_page,
+    grid_formula_in_one_file,
+    kernels_import_torch_and_triton,
+    libraries_stay_at_home,
+    loops_reach_few_modules,
+    no_reexports,
+    no_simple_namespace,
+    objectives_rest_on_the_kernels,
+    parameters_are_annotated,
+    places_and_sizes,
+    room_order,
+    words_of_the_field,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ROOT / "kernels/torch-ext/bwsft_kernels"
-SOURCES = sorted([*(ROOT / "bwsft").rglob("*.py"), *KERNELS.rglob("*.py")])
+PLACES = ("bwsft", "kernels", "benchmarks", "tests", "examples", "docs")
+SUFFIXES = (".py", ".md")
 
-
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add("." * node.level + (node.module or ""))
-            if node.module == "bwsft":
-                found |= {f"bwsft.{a.name}" for a in node.names}
-    return found
-
-
-def roots(path: Path) -> set[str]:
-    return {name.split(".")[0] for name in imports(path) if not name.startswith(".")}
-
-
-@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda p: p.name)
-def test_kernels_import_torch_triton_and_themselves(path):
-    allowed = set(sys.stdlib_module_names) | {"torch"}
-    if path.name.endswith("_triton.py"):
-        allowed.add("triton")
-    assert roots(path) <= allowed
-
-
-# Where a heavy library may be imported: whole rooms end in a slash.
-HOMES = {
-    "transformers": (
-        "bwsft/models/", "bwsft/checkpoints/folders.py", "bwsft/data/tokenizer.py",
-        "bwsft/training/hf_trainer.py",
-    ),
-    "peft": ("bwsft/models/",),
-    "datasets": ("bwsft/data/records.py",),
-    "triton": (),  # the kernels' own test is above
+LONG = "def f():\n" + "    x = 1\n" * 60
+PLANTED = [  # rule, sources that break it, the violation
+    (room_order, {"bwsft/data/a.py": "def f():\n    import bwsft.models.b"}, "bwsft/data/a.py:2"),
+    (room_order, {"bwsft/data/a.py": "from bwsft import presets"}, "a.py:1: data may not"),
+    (room_order, {"bwsft/models/a.py": "if TYPE_CHECKING:\n    from bwsft.cli import b"}, "a.py:2"),
+    (room_order, {"bwsft/training/a.py": "import bwsft.decoding.b"}, "may not import"),
+    (room_order, {"bwsft/decoding/a.py": "from bwsft.training import b"}, "may not import"),
+    (room_order, {"bwsft/tools.py": ""}, "tools is no room"),
+    (objectives_rest_on_the_kernels, {"bwsft/objectives/a.py": "import bwsft.utils.b"}, "a.py:1"),
+    (objectives_rest_on_the_kernels, {"bwsft/objectives/a.py": "import numpy"}, "a.py:1"),
+    (objectives_rest_on_the_kernels,
+     {"bwsft/objectives/a.py": "from bwsft.data.packing import Batch"}, "a.py:1"),
+    (kernels_import_torch_and_triton, {f"{KERNELS}a.py": "import triton"}, "a.py:1"),
+    (kernels_import_torch_and_triton, {f"{KERNELS}a_triton.py": "import bwsft"}, "a_triton.py:1"),
+    *((libraries_stay_at_home, {f"bwsft/{path}": f"\nimport {name}.b"}, f"{path}:2: may not import")
+      for name, path in (("transformers", "data/dataset.py"), ("peft", "training/a.py"),
+                         ("tyro", "config.py"), ("rich", "evaluation/a.py"),
+                         ("datasets", "data/a.py"), ("triton", "models/a.py"))),
+    (loops_reach_few_modules,
+     {"bwsft/training/trainer.py": "import bwsft.a0",
+      **{f"bwsft/a{i}.py": f"def f(): from bwsft import a{i + 1}" for i in range(20)}},
+     "trainer.py:1: reaches 20 modules"),
+    (no_reexports, {"bwsft/a.py": "x = 1", "bwsft/b.py": "from bwsft.a import x",
+                    "tests/c.py": "from bwsft.b import x"}, "tests/c.py:1: bwsft/b.py"),
+    (no_reexports, {"bwsft/a.py": "x = 1", "bwsft/b.py": "from bwsft.a import x",
+                    "bwsft/c.py": "from bwsft import b as d\nd.x"}, "bwsft/c.py:2: bwsft/b.py"),
+    (grid_formula_in_one_file, {"bwsft/a.py": "if s.block_origin == 'absolute': pass"}, "a.py:1"),
+    (grid_formula_in_one_file, {"benchmarks/a.py": "prompts[0] % spec.block_size"}, "a.py:1"),
+    (no_simple_namespace, {"benchmarks/a.py": "import types\ntypes.SimpleNamespace()"}, "a.py:2"),
+    (parameters_are_annotated, {"bwsft/decoding/a.py": "def f(a: int, *,\n b=1): pass"}, "a.py:2"),
+    (parameters_are_annotated, {"bwsft/training/a.py": "class A:\n def f(self, *a): 0"}, "a.py:2"),
+    (parameters_are_annotated, {f"{KERNELS}__init__.py": "from ._a import f",
+                                f"{KERNELS}_a.py": "def f(x): pass"}, "_a.py:1: f's parameter x"),
+    *((words_of_the_field, {"docs/a.md": f"Now\n{text}."}, "docs/a.md:2")
+      for text in ("It is the\nlaw", "rows that bear loss", "def loss_rows()", "It meets the head",
+                   "examined on", "a mended file", "for ever", "it lies here", "triton_twin",
+                   "what is behind it", "tokens behind the block", "Normalised", "the optimiser")),
+    (places_and_sizes, {f"bwsft/a{i}.py": "" for i in range(17)}, "more than 16 entries"),
+    (functions_fit_on_a_page, {"bwsft/training/trainer.py": LONG}, "trainer.py:1: f has 61 lines"),
+    (places_and_sizes, {"README.md": "\n" * 200}, "README.md:200"),
+    (places_and_sizes, {"kernels/__init__.py": ""}, "kernels/__init__.py:1"),
+]  # fmt: skip
+HARMLESS = {
+    "bwsft/objectives/a.py": "if TYPE_CHECKING:\n    from bwsft.data.packing import Batch",
+    "bwsft/cli.py": "from bwsft.commands import b\nimport tyro\nx = y.canvas == 'response'",
+    "bwsft/config.py": '"--tokeniser"  # old spelling',
+    "bwsft/training/b.py": "import bwsft_kernels\ndef f(self, x: int) -> None: 'He believes.'",
 }
+RULES = list(dict.fromkeys(rule for rule, *_ in PLANTED))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "bwsft").rglob("*.py")), ids=lambda p: p.name)
-def test_third_party_stays_in_its_room(path):
-    name = str(path.relative_to(ROOT))
-    for library in roots(path) & HOMES.keys():
-        # Experiments may import everything.
-        assert name.startswith((*HOMES[library], "bwsft/experiments/")), f"{name}: {library}"
+@pytest.fixture(scope="module")
+def sources():
+    """Every file of the project, with the text of those in SUFFIXES."""
+    files = [ROOT / "README.md", *(p for place in PLACES for p in (ROOT / place).rglob("*"))]
+    return {
+        str(path.relative_to(ROOT)): path.read_text("utf-8") if path.suffix in SUFFIXES else ""
+        for path in files
+        if path.is_file() and not {"__pycache__", "build", "results"} & set(path.parts)
+    }
 
 
-OBJECTIVES = sorted((ROOT / "bwsft/objectives").glob("*.py"))
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule, sources):
+    found = sorted(set(rule(sources)))
+    assert not found, f"{len(found)} violations:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("path", OBJECTIVES, ids=lambda p: p.name)
-def test_objectives_rest_on_the_kernels_alone(path):
-    """The reading order of a step never goes back: train, objective, kernels."""
-    assert roots(path) <= set(sys.stdlib_module_names) | {"torch", "bwsft_kernels", "bwsft"}
-    ours = {name for name in imports(path) if name.split(".")[0] == "bwsft"}
-    assert all(name.startswith("bwsft.objectives") for name in ours), ours
+@pytest.mark.parametrize("rule,planted,said", PLANTED)
+def test_a_planted_violation_is_found(rule, planted, said):
+    found = rule(planted)
+    assert len(found) == 1 and said in found[0], found
 
 
-def test_a_training_step_fits_on_a_page():
-    tree = ast.parse((ROOT / "bwsft/training/trainer.py").read_text(encoding="utf-8"))
-    functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-    lines = {name: n.end_lineno - n.lineno + 1 for name, n in functions.items()}
-    assert max(lines.values()) <= 60 and lines["train_step"] <= 60
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_harmless_code_is_left_alone(rule):
+    assert rule(HARMLESS) == []
 
 
-def test_no_init_in_kernels_folder():
-    """It would shadow the `kernels` package of the Hub for whoever runs from the root."""
-    assert not (ROOT / "kernels/__init__.py").exists()
-    assert not (ROOT / "tests/__init__.py").exists()
-    assert not (ROOT / "conftest.py").exists()
+def reentries(files: list[str]) -> list[str]:
+    """Files that a stack enters again after it left them."""
+    entered = [file for i, file in enumerate(files) if i == 0 or files[i - 1] != file]
+    return sorted({file for file in entered if entered.count(file) > 1})
+
+
+def test_reentries_are_found():
+    assert reentries(["a", "a", "b", "c", "c"]) == [] and reentries(["a", "b", "b", "a"]) == ["a"]
+
+
+@pytest.mark.parametrize("context", ["exact", "cached", "block_causal"])
+def test_a_step_never_goes_back(context, tiny, make_run):
+    """On the way from train_step to the mask and to the loss no file is entered twice."""
+    from bwsft.training.trainer import train_step
+
+    run, stacks = make_run(tiny(context=context)), {}
+    ends = {"block_mask", "linear_cross_entropy"}
+
+    def called(frame, event, _):
+        code = frame.f_code
+        if event != "call" or code.co_name not in ends or KERNELS not in code.co_filename:
+            return
+        stack = [frame]
+        while stack[0].f_code.co_name != "train_step":
+            stack.insert(0, stack[0].f_back)
+        paths = [Path(f.f_code.co_filename) for f in stack]
+        stacks[code.co_name] = [
+            str(path.relative_to(ROOT)) for path in paths
+            if path.is_relative_to(ROOT) and ".venv" not in path.parts
+        ]
+
+    sys.setprofile(called)
+    try:
+        train_step(run, 0)
+    finally:
+        sys.setprofile(None)
+    assert stacks.keys() == ends
+    for name, files in stacks.items():
+        assert files[0] == "bwsft/training/trainer.py"
+        assert reentries(files) == [], f"{context}, {name}: {' > '.join(files)}"
 
 
 def test_kernels_folder_does_not_break_transformers_from_the_root():
@@ -98,8 +163,3 @@ def test_cheap_imports(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
-
-
-def test_the_readme_stays_short():
-    """What it names is checked in test_docs.py."""
-    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") < 200
