@@ -32,6 +32,8 @@ from lib.decodes import (
     trained_problem,
 )
 
+from bwsft.utils.flops import decode_flops
+
 SWEEP = ((128, 1024), (128, 512), (1, 8))  # prompt, gen, batch
 
 
@@ -137,7 +139,7 @@ def main(argv=None) -> None:
                     "gen": problem.wanted, "block": problem.block}
         points.append((settings, measure(args, device, problem)))
         output.print_table(f"decoding: {output.settings_text(settings)}", head, points[-1][1], peak)
-    cost = shapes.decode_flops("8b", args.prompt, args.gen, args.block)
+    cost = decode_flops(shapes.cost_of("8b"), args.prompt, args.gen, args.block)
     ratios = {name: round(cost["naive"] / value, 2) for name, value in cost.items()}
     remarks = [
         f"LLaDA-8B by formula, prompt {args.prompt}, gen {args.gen}, whole decoding: naive's FLOPs "

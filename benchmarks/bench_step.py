@@ -21,6 +21,7 @@ from lib.steps import MAX_LENGTH, MODES, Job, check, make_job, step_of
 from bwsft.config import OptimConfig
 from bwsft.training.context_modes import Mode
 from bwsft.training.optim import make_optimizer
+from bwsft.utils.flops import step_flops
 
 # The paper, appendix A.1: LLaDA-8B, LoRA r 256, batch 1 on one A100.
 PAPER = {"tokens_per_s": 5_100.0, "extra": {"GB in all": 23.5}}
@@ -195,7 +196,7 @@ def main(argv=None) -> None:
         settings, results = run()
         points.append((settings, results))
         output.print_table(f"training step: {output.settings_text(settings)}", head, results, peak)
-    ratios = shapes.step_flops("8b", args.prompt, args.gen[0], args.block, 4)
+    ratios = step_flops(shapes.cost_of("8b"), args.prompt, args.gen[0], args.block, 4)
     ratios = {name: round(ratios["exact"] / value, 2) for name, value in ratios.items()}
     output.finish(args, "step", head, points, [
         f"LLaDA-8B by formula, exact's FLOPs per supervised token over theirs: {ratios}",
