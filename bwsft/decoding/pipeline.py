@@ -20,7 +20,7 @@ from bwsft.data.chat_template import Template, load_tokenizer
 from bwsft.decoding.generate import Generation, decode_stream
 from bwsft.decoding.plan import DecodeConfig, Rule
 from bwsft.decoding.request import check_request
-from bwsft.evaluation.pass_at_1 import Decode, Decoded
+from bwsft.decoding.result import Decode, Decoded
 from bwsft.models.backbone import check_context
 
 if TYPE_CHECKING:  # it needs transformers, and most rules do without

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -111,3 +111,14 @@ def harvest(
             places = zip(at, range(config.gen_length), ids, confidence, strict=True)
             commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)
         yield row.index, Generation(ids[:end], end is not None, own, commits, passes)
+
+
+class Decoded(NamedTuple):
+    """A decoder's answer: its text, the tokens up to the end token, and whether one came."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+Decode = Callable[[list[str]], Sequence[Decoded]]

@@ -1,7 +1,7 @@
-"""`bwsft evaluate`: Pass@1 of outputs on GSM8K- and MATH-shaped questions.
+"""Pass@1 of outputs on GSM8K- and MATH-shaped questions: the scoring of `bwsft evaluate`.
 
 Read outputs (or decode them) -> join references by question -> score every output under the ladder
-and under the paper's strict rule -> table, JSON, and a JSONL with every output.
+and under the paper's strict rule -> JSON, and a JSONL with every output.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_files import (
@@ -21,12 +20,14 @@ from bwsft.evaluation.answer_files import (
     join,
     question_key,
     read_outputs,
-    read_records,
     read_references,
     refuse_foreign,
 )
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling
 from bwsft.utils.files import write_atomic
+
+if TYPE_CHECKING:  # scoring a file takes no torch
+    from bwsft.decoding.result import Decode
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,8 @@ class EvaluateOptions:
     """Headline figure by the paper's rule (last number / whole output, equal as strings)."""
 
 
-class Decoded(NamedTuple):
-    """A decoder's answer: its text, the tokens up to the end token, and whether one came."""
-
-    text: str
-    tokens: int
-    ended: bool
-
-
-Decode = Callable[[list[str]], Sequence[Decoded]]
-
-
 def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
-    """Score, print the table, write the files; returns the result (keys: `summarise`).
+    """Score outputs and write the files; returns the result (keys: `summarize`).
 
     `decode` gets the questions in order and is needed with `model`. Mistakes of the user raise
     ValueError, FileNotFoundError or, for MATH without math-verify, ImportError.
@@ -90,7 +80,7 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
             raise ValueError(_nothing_joined(options, joined, unused))
         rows = score(joined, options.task, verifier)
 
-    result = {"run": run, **summarise(rows, options.task, options.strict)}
+    result = {"run": run, **summarize(rows, options.task, options.strict)}
     answered = {question_key(row["question"]) for row in rows}
     result["not_attempted"] = None if references is None else len(references.keys() - answered)
     result["conflicting_references"] = conflicts
@@ -98,7 +88,6 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
     _write(save, "".join(json.dumps({"run": run, **row}) + "\n" for row in rows))
     if options.json:
         _write(options.json, json.dumps(result, indent=2) + "\n")
-    print_report(result)
     return result
 
 
@@ -164,7 +153,9 @@ def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None
     return rows
 
 
-def _compare(output: Output, answer: str | None, task: str, verifier) -> tuple[bool, str]:
+def _compare(
+    output: Output, answer: str | None, task: str, verifier: MathVerifier | None
+) -> tuple[bool, str]:
     if task == "gsm8k":
         return scoring.numbers_equal(output.reference, answer), "number"
     if answer is None:
@@ -180,7 +171,7 @@ def _share(values: list) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def summarise(rows: list[dict], task: str, strict: bool = False) -> dict:
+def summarize(rows: list[dict], task: str, strict: bool = False) -> dict:
     """Figures of scored rows. Accuracies are means over questions of the mean over samples.
 
     ci95 is Wilson's interval over `count` questions (with several samples per question it is
@@ -213,73 +204,3 @@ def summarise(rows: list[dict], task: str, strict: bool = False) -> dict:
         "verify_failures": sum(row["verdict"] == "failed" for row in scored),
         "missing_reference": len(rows) - len(scored),
     }
-
-
-def compare(first: Path | str, second: Path | str, strict: bool = False) -> dict:
-    """Two JSONLs of `evaluate` on the same questions: McNemar's exact test on the pairs.
-
-    Returns count, accuracy_first, accuracy_second, only_first, only_second, p_value, unpaired.
-    """
-    field = "strict_correct" if strict else "correct"
-    sides = []
-    for path in (first, second):
-        verdicts: dict[str, bool] = {}
-        for number, row in enumerate(read_records(path)[0], 1):
-            typed = isinstance(row.get("question"), str) and row.get(field) in (True, False, None)
-            if not typed or field not in row:
-                raise ValueError(f"{path}: record {number} is no scored output (no {field})")
-            if row[field] is None:
-                continue
-            key = question_key(row["question"])
-            if key in verdicts:
-                raise ValueError(f"{path}: several outputs of one question can't be paired")
-            verdicts[key] = row[field]
-        sides.append(verdicts)
-    pairs = [(sides[0][key], sides[1][key]) for key in sides[0] if key in sides[1]]
-    if not pairs:
-        raise ValueError(f"{first} and {second} share no scored question")
-    only_first = sum(a and not b for a, b in pairs)
-    only_second = sum(b and not a for a, b in pairs)
-    return {
-        "count": len(pairs),
-        "accuracy_first": sum(a for a, _ in pairs) / len(pairs),
-        "accuracy_second": sum(b for _, b in pairs) / len(pairs),
-        "only_first": only_first,
-        "only_second": only_second,
-        "p_value": scoring.mcnemar(only_first, only_second),
-        "unpaired": len(sides[0]) + len(sides[1]) - 2 * len(pairs),
-    }
-
-
-def print_report(result: dict) -> None:
-    """The result as a table on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    def percent(share: float | None) -> str:
-        return "unknown" if share is None else f"{100 * share:.2f} %"
-
-    low, high = result["ci95"]
-    count = result["count"]
-    table = Table(title=f"Pass@1 on {result['task']}", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for rule in ("ladder", "strict"):
-        interval = f"  [{100 * low:.2f}, {100 * high:.2f}]" if rule == result["rule"] else ""
-        table.add_row(f"accuracy, {rule} rule", percent(result[f"{rule}_accuracy"]) + interval)
-    table.add_row("questions scored", str(count))
-    for name in ("disagreements", "truncated", "no_answer", "mean_tokens", "missing_reference",
-                 "not_attempted", "conflicting_references", "verify_failures"):
-        value = result[name]
-        if name in ("truncated", "no_answer"):
-            value = percent(value)
-        if value not in (None, 0):
-            table.add_row(name.replace("_", " "), f"{value:.1f}" if isinstance(value, float)
-                          else str(value))
-    for rung, number in result["extractors"].items():
-        table.add_row(f"answers from: {rung}", str(number))
-    console = Console()
-    console.print(table)
-    if result["unused_fields"]:
-        console.print("fields not read: " + ", ".join(result["unused_fields"]), markup=False)
-    console.print(f"every output: {result['saved']}", markup=False, soft_wrap=True)

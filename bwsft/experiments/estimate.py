@@ -83,9 +83,10 @@ def adapters(config: c.Config, shape: Cost) -> float:
 
 
 def estimate(arm: Arm, plan: Plan) -> Estimate | None:
-    """One cell of an arm; None for the untouched base. Traversals are reckoned from the examples
-    that --dataset.limit leaves, in full canvases."""
-    if not arm.trained:
+    """One cell of an arm; None for the untouched base, and for an arm whose updates are as many as
+    fit into a time. Traversals are reckoned from the examples that --dataset.limit leaves, in full
+    canvases."""
+    if not arm.trained or arm.cpu_seconds is not None:
         return None
     config, shape = arm.config, shape_of(arm.config)
     prompt, canvas = sequence_tokens(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bwsft.checkpoints.folders import versions
 from bwsft.experiments.figures import draw
-from bwsft.experiments.measures import Exam
+from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import Plan
 from bwsft.experiments.results import Judged, Row, judge
 from bwsft.experiments.scales import Scale
@@ -30,7 +30,7 @@ class Finished:
     plan: Plan
     scale: Scale
     seeds: list[int]
-    exam: Exam
+    tests: TestSet
     rows: list[Row]
 
     @property
@@ -63,7 +63,7 @@ def markdown(finished: Finished, judged: list[Judged]) -> str:
 
 def settings(finished: Finished) -> str:
     """One paragraph with everything that all arms share."""
-    base, exam = finished.scale.base, finished.exam
+    base, tests = finished.scale.base, finished.tests
     model = base.model or "the embedded base"
     # Of a path its end says enough, and no more of it belongs on a page that is passed on.
     data = "/".join(Path(base.data).parts[-2:]) if base.data else "generated word problems"
@@ -74,15 +74,18 @@ def settings(finished: Finished) -> str:
         f"{time.strftime('%Y-%m-%d')}, {made}, {platform.machine()}. {model} on {data}, "
         f"{len(finished.seeds)} seeds, {base.batch_size} sequences an update, peak learning rate "
         f"{base.optim.lr:g}, canvas {base.gen_length}. "
-        f"Examined on {exam.problems} problems with {exam.draws} masked states each; decoding is "
-        "greedy, one token a step. Mean ± standard error over seeds; the seeds share the starting "
-        "model and the exam, so the intervals say nothing about other problems. FLOPs are counted."
+        f"Evaluated on {tests.problems} problems with {tests.draws} masked states each; decoding "
+        "is greedy, one token a step. Mean ± standard error over seeds; the seeds share the "
+        "starting model and the test set, so the intervals say nothing about other problems. FLOPs "
+        "are counted."
     )
 
 
 def table(finished: Finished) -> list[str]:
     names = finished.measures
+    timed = any(arm.cpu_seconds for arm in finished.plan.arms)
     heads = ["arm", "updates", "TFLOP", "supervised tokens", "region tokens"]
+    heads += ["training s"] if timed else []
     heads += [label(name) for name in names]
     heads += [f"{label(n)}, strict" for n in names if n.startswith(("gsm8k", "math"))]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
@@ -91,6 +94,9 @@ def table(finished: Finished) -> list[str]:
         updates, supervised, region = ("-" if v is None else f"{v:,.0f}" for v in counted)
         flops = "-" if row.flops is None else f"{row.flops / 1e12:,.2f}"
         cells = [row.name, updates, flops, supervised, region]
+        if timed:
+            seconds = row.trained("seconds")
+            cells.append("-" if seconds is None else f"{seconds:.0f}")
         cells += [spread(row.values(name), percent=not is_nelbo(name)) for name in names]
         cells += [
             spread([cell["measures"][n]["strict"] for cell in row.cells], percent=True)
@@ -121,7 +127,7 @@ def spread(values: list[float] | None, percent: bool) -> str:
 def claims(judged: list[Judged]) -> list[str]:
     """The table of the plan's claims; differences are (should be smaller) - (should be larger)."""
     lines = [
-        "| claim, written down before the exam | difference [95 % interval] | p (Holm) | verdict |",
+        "| claim, written down before the test | difference [95 % interval] | p (Holm) | verdict |",
         "|---|---:|---:|---|",
     ]
     for j in judged:

@@ -14,12 +14,12 @@ from bwsft import presets
 from bwsft.cli import main
 from bwsft.experiments import cells, estimate, measures, plans, report, results, scales
 from bwsft.experiments import statistics as st
-from bwsft.experiments.runner import Meters, check_exam, settle
+from bwsft.experiments.runner import Meters, check_test_set, settle
 
 MINI, BIG = scales.mini(), scales.eight_b()
 
 
-SCALES = [MINI, scales.gsm8k(), BIG, scales.eight_b("released")]
+SCALES = [MINI, scales.debug(), scales.gsm8k(), BIG, scales.eight_b("released")]
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda s: s.name)
@@ -133,16 +133,16 @@ def test_a_page_names_data_without_the_way_there():
     scale = scales.gsm8k()
     base = dataclasses.replace(scale.base, data="/home/somebody/sets/gsm8k/train.jsonl")
     plan, scale = plans.PLANS["dynamics"](scale), dataclasses.replace(scale, base=base)
-    finished = report.Finished(plan, scale, [0], measures.Exam(), [])
+    finished = report.Finished(plan, scale, [0], measures.TestSet(), [])
     found = report.settings(finished)
     assert "on gsm8k/train.jsonl, 1 seeds" in found and "somebody" not in found
 
 
-def test_exam_halves_share_no_numbers():
-    exam, pilot = (measures.test_problems(100, "wordproblems-20", pilot=p) for p in (False, True))
-    assert len(exam) == len(pilot) == 100
+def test_halves_of_the_test_set_share_no_numbers():
+    found, pilot = (measures.test_problems(100, "wordproblems-20", pilot=p) for p in (False, True))
+    assert len(found) == len(pilot) == 100
     numbers = [{"".join(ch for ch in p["query"] if not ch.isalpha()) for p in x}
-               for x in (exam, pilot)]
+               for x in (found, pilot)]
     assert not numbers[0] & numbers[1]
 
 
@@ -190,7 +190,7 @@ def test_finished_cells_are_not_redone_and_a_lost_one_is(finished):
     assert not unchanged
 
 
-def test_another_exam_in_the_same_folder_is_refused(finished, capsys):
+def test_another_test_set_in_the_same_folder_is_refused(finished, capsys):
     arguments, _ = finished
     other = [*arguments]
     other[other.index("--problems") + 1] = "7"
@@ -266,8 +266,8 @@ def test_traversals_count_blocks(tmp_path):
     assert 2.5 * classical.steps < one < 4 * classical.steps
 
 
-def test_check_exam_remembers(tmp_path):
-    check_exam(tmp_path, measures.Exam(problems=3))
-    check_exam(tmp_path, measures.Exam(problems=3, batch_size=1))
+def test_a_folder_remembers_its_test_set(tmp_path):
+    check_test_set(tmp_path, measures.TestSet(problems=3))
+    check_test_set(tmp_path, measures.TestSet(problems=3, batch_size=1))
     with pytest.raises(ValueError, match="draws"):
-        check_exam(tmp_path, measures.Exam(problems=3, draws=2))
+        check_test_set(tmp_path, measures.TestSet(problems=3, draws=2))
