@@ -42,7 +42,7 @@ class Outcome:
 
 def run_bench(options: BenchOptions) -> int:
     """Run the benchmarks and print the table; 1 if one failed. ValueError without a checkout."""
-    if not (FOLDER / "harness.py").is_file():
+    if not FOLDER.is_dir():
         raise ValueError(
             "the benchmarks are files of the source repository and not of the installed package: "
             "clone it, `pip install -e .` there, and run this again"

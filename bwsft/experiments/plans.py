@@ -227,8 +227,8 @@ def context_modes(scale: Scale) -> Plan:
     measures = (f"nelbo@{scale.block_size}", *matches(scale, (scale.block_size,)))
     contexts = ("exact", "cached", "block_causal")
     arms = [base_arm(scale, measures, context=context) for context in contexts]
-    modes = {"exact": {}, **MODES, "cached, k 2": {"context": "cached", "draws_per_context": 2}}
-    for name, changes in modes.items():
+    two = {"cached, k 2": {"context": "cached", "draws_per_context": 2}}
+    for name, changes in {"exact": {}, **dict(sorted({**MODES, **two}.items()))}.items():
         config = with_objective(scale, "blockwise", **changes)
         arms.append(Arm(name, config, measures, cpu_seconds=scale.cpu_seconds))
     return Plan(

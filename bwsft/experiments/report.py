@@ -34,6 +34,11 @@ class Finished:
     rows: list[Row]
 
     @property
+    def seconds(self) -> float | None:
+        """Time of every training, where the plan gives all arms the same."""
+        return next((arm.cpu_seconds for arm in self.plan.arms if arm.cpu_seconds), None)
+
+    @property
     def measures(self) -> list[str]:
         """Measures of the plan's arms, in order; curves are drawn, not listed."""
         names = dict.fromkeys(m for arm in self.plan.arms for m in arm.measures)
@@ -53,6 +58,7 @@ def write(finished: Finished, folder: Path) -> Path:
 
 
 def markdown(finished: Finished, judged: list[Judged]) -> str:
+    """The page."""
     plan = finished.plan
     lines = [f"# {plan.title} ({finished.scale.name})", "", plan.question, ""]
     lines += [settings(finished), "", *table(finished), "", f"![{plan.title}]({plan.name}.png)", ""]
@@ -67,10 +73,11 @@ def settings(finished: Finished) -> str:
     model = base.model or "the embedded base"
     # Of a path its end says enough, and no more of it belongs on a page that is passed on.
     data = "/".join(Path(base.data).parts[-2:]) if base.data else "generated word problems"
+    timed = f" --seconds {finished.seconds:g}" if finished.seconds else ""
     found = versions()
     made = " ".join(f"{k} {found[k]}" for k in ("bwsft", "torch", "transformers") if k in found)
     return (
-        f"`bwsft experiment {finished.plan.name} --scale {finished.scale.name}`, "
+        f"`bwsft experiment {finished.plan.name} --scale {finished.scale.name}{timed}`, "
         f"{time.strftime('%Y-%m-%d')}, {made}, {platform.machine()}. {model} on {data}, "
         f"{len(finished.seeds)} seeds, {base.batch_size} sequences an update, peak learning rate "
         f"{base.optim.lr:g}, canvas {base.gen_length}. "
@@ -83,9 +90,8 @@ def settings(finished: Finished) -> str:
 
 def table(finished: Finished) -> list[str]:
     names = finished.measures
-    timed = any(arm.cpu_seconds for arm in finished.plan.arms)
     heads = ["arm", "updates", "TFLOP", "supervised tokens", "region tokens"]
-    heads += ["training s"] if timed else []
+    heads += ["training s"] if finished.seconds else []
     heads += [label(name) for name in names]
     heads += [f"{label(n)}, strict" for n in names if n.startswith(("gsm8k", "math"))]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
@@ -94,7 +100,7 @@ def table(finished: Finished) -> list[str]:
         updates, supervised, region = ("-" if v is None else f"{v:,.0f}" for v in counted)
         flops = "-" if row.flops is None else f"{row.flops / 1e12:,.2f}"
         cells = [row.name, updates, flops, supervised, region]
-        if timed:
+        if finished.seconds:
             seconds = row.trained("seconds")
             cells.append("-" if seconds is None else f"{seconds:.0f}")
         cells += [spread(row.values(name), percent=not is_nelbo(name)) for name in names]

@@ -42,6 +42,8 @@ def curve(cell: dict, share: float) -> float:
 
 @dataclass(frozen=True)
 class Judged:
+    """A claim with its test over the seeds."""
+
     claim: Claim
     found: Contrast
     adjusted_p: float
@@ -62,7 +64,7 @@ def judge(plan: Plan, rows: list[Row], seeds: int) -> list[Judged]:
 def differences(claim: Claim, rows: dict[str, Row], seeds: int) -> list[float]:
     """Per seed: mean of the side that should be smaller minus mean of the other."""
 
-    def side(members) -> list[float]:
+    def side(members: tuple[tuple[str, str], ...]) -> list[float]:
         columns = [over_seeds(rows[arm].values(measure), seeds) for arm, measure in members]
         return [statistics.fmean(column[i] for column in columns) for i in range(seeds)]
 

@@ -1,4 +1,4 @@
-"""Held-out prompts of a run, decoded by the model it started from and by its newest checkpoint."""
+"""Held-out prompts of a run, answered by the model it started from and by its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from bwsft import config as c
 from bwsft.checkpoints.folders import locate
@@ -133,11 +136,12 @@ def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generatio
     }
 
 
-def plain(tokenizer, ids) -> str:
+def plain(tokenizer: Any, ids: Tensor) -> str:
+    """The text of ids without special tokens."""
     return tokenizer.decode(ids.tolist(), skip_special_tokens=True).strip()
 
 
-def question(tokenizer, ids) -> str:
+def question(tokenizer: Any, ids: Tensor) -> str:
     """The prompt's text without the instruction that template metamath puts around it."""
     text = plain(tokenizer, ids)
     before, after = METAMATH.split("{query}")
