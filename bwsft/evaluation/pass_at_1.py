@@ -78,14 +78,14 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
         joined, conflicts = join(outputs, references)
         if not any(output.reference for output in joined):
             raise ValueError(_nothing_joined(options, joined, unused))
-        rows = score(joined, options.task, verifier)
+        records = score(joined, options.task, verifier)
 
-    result = {"run": run, **summarize(rows, options.task, options.strict)}
-    answered = {question_key(row["question"]) for row in rows}
+    result = {"run": run, **summarize(records, options.task, options.strict)}
+    answered = {question_key(record["question"]) for record in records}
     result["not_attempted"] = None if references is None else len(references.keys() - answered)
     result["conflicting_references"] = conflicts
     result |= {"unused_fields": unused, "source": header, "settings": settings, "saved": str(save)}
-    _write(save, "".join(json.dumps({"run": run, **row}) + "\n" for row in rows))
+    _write(save, "".join(json.dumps({"run": run, **record}) + "\n" for record in records))
     if options.json:
         _write(options.json, json.dumps(result, indent=2) + "\n")
     return result
@@ -129,12 +129,13 @@ def _decoded(references: dict, limit: int | None, decode: Decode) -> list[Output
 
 
 def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None) -> list[dict]:
-    """One row per output; `correct` is the ladder's verdict, both verdicts None without reference.
+    """One record per output; `correct` is the ladder's verdict. Without a reference it and the
+    strict rule's are None.
 
     `verdict` says what decided: "number", "spelling", "math-verify", or "failed" where math-verify
     gave up (counted as wrong).
     """
-    rows, samples = [], Counter()
+    records, samples = [], Counter()
     for output in outputs:
         extract = scoring.extract_gsm8k if task == "gsm8k" else scoring.extract_math
         strict = scoring.strict_gsm8k if task == "gsm8k" else scoring.strict_math
@@ -144,13 +145,13 @@ def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None
             correct, verdict = _compare(output, answer, task, verifier)
             strict_correct = strict(output.text, output.reference)
         key = question_key(output.question)
-        rows.append({
+        records.append({
             "question": output.question, "sample": samples[key], "output": output.text,
             "extracted": answer, "reference": output.reference, "correct": correct,
             "strict_correct": strict_correct, "rung": rung, "verdict": verdict,
             "truncated": output.truncated, "tokens": output.tokens})
         samples[key] += 1
-    return rows
+    return records
 
 
 def _compare(
@@ -171,18 +172,18 @@ def _share(values: list) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def summarize(rows: list[dict], task: str, strict: bool = False) -> dict:
-    """Figures of scored rows. Accuracies are means over questions of the mean over samples.
+def summarize(records: list[dict], task: str, strict: bool = False) -> dict:
+    """Figures of scored records. Accuracies are means over questions of the mean over samples.
 
     ci95 is Wilson's interval over `count` questions (with several samples per question it is
     wider than need be). truncated, no_answer and mean_tokens are over all outputs with a
     reference; truncated and mean_tokens are None where no output says.
     """
-    scored = [row for row in rows if row["correct"] is not None]
+    scored = [record for record in records if record["correct"] is not None]
     groups: dict[str, list[dict]] = {}
-    for row in scored:
-        groups.setdefault(question_key(row["question"]), []).append(row)
-    rates = {rule: _share([_share([row[rule] for row in group]) for group in groups.values()])
+    for record in scored:
+        groups.setdefault(question_key(record["question"]), []).append(record)
+    rates = {rule: _share([_share([record[rule] for record in group]) for group in groups.values()])
              for rule in ("correct", "strict_correct")}
     headline = rates["strict_correct" if strict else "correct"]
     return {
@@ -195,12 +196,12 @@ def summarize(rows: list[dict], task: str, strict: bool = False) -> dict:
         "outputs": len(scored),
         "ladder_accuracy": rates["correct"],
         "strict_accuracy": rates["strict_correct"],
-        "disagreements": sum(row["correct"] != row["strict_correct"] for row in scored),
-        "truncated": _share([row["truncated"] for row in scored]),
-        "no_answer": _share([row["rung"] == "none" for row in scored]),
-        "mean_tokens": _share([row["tokens"] for row in scored]),
+        "disagreements": sum(record["correct"] != record["strict_correct"] for record in scored),
+        "truncated": _share([record["truncated"] for record in scored]),
+        "no_answer": _share([record["rung"] == "none" for record in scored]),
+        "mean_tokens": _share([record["tokens"] for record in scored]),
         "extractors": {rung: n for rung in scoring.RUNGS
-                       if (n := sum(row["rung"] == rung for row in scored))},
-        "verify_failures": sum(row["verdict"] == "failed" for row in scored),
-        "missing_reference": len(rows) - len(scored),
+                       if (n := sum(record["rung"] == rung for record in scored))},
+        "verify_failures": sum(record["verdict"] == "failed" for record in scored),
+        "missing_reference": len(records) - len(scored),
     }

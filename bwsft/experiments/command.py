@@ -18,7 +18,6 @@ from bwsft.experiments import report, scales
 from bwsft.experiments.estimate import print_plan
 from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import PILOT_SEED, PLANS, Plan
-from bwsft.experiments.report import label, spread
 from bwsft.experiments.runner import run_plan
 from bwsft.experiments.scales import Scale
 from bwsft.utils.files import write_atomic
@@ -144,16 +143,10 @@ def write_plan(plan: Plan, scale: Scale, seeds: list[int], out: Path) -> None:
 
 def show(finished: report.Finished) -> None:
     """The report's table on the terminal."""
-    names = finished.measures
+    heads, *arms = report.table(finished, brief=True)
     table = Table(title=finished.plan.title)
-    for column in ("arm", "updates", "TFLOP", *(label(name) for name in names)):
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for row in finished.rows:
-        updates = row.trained("updates")
-        table.add_row(
-            row.name,
-            "-" if updates is None else f"{updates:,.0f}",
-            "-" if row.flops is None else f"{row.flops / 1e12:,.2f}",
-            *(spread(row.values(n), percent=not n.startswith(("nelbo", "pilot"))) for n in names),
-        )
+    for head in heads:
+        table.add_column(head, justify="left" if head == "arm" else "right")
+    for texts in arms:
+        table.add_row(*texts)
     Console().print(table)

@@ -259,16 +259,14 @@ def dynamics(scale: Scale) -> Plan:
 
 def pilot(scale: Scale) -> Plan:
     """Learning rates, on a seed and on problems that the study does not use."""
+    tried = {name: (name, {}) for name in OBJECTIVES}
+    tried |= {mode: ("blockwise", changes) for mode, changes in MODES.items()}
     arms = []
-    tried = [(name, {}) for name in OBJECTIVES] + [("blockwise", m) for m in MODES.values()]
-    for name, changes in tried:
+    for label, (name, changes) in tried.items():
         for lr in PILOT_RATES:
             config = with_objective(scale, name, **changes)
-            optim = dataclasses.replace(config.optim, lr=lr)
-            config = dataclasses.replace(config, optim=optim)
-            label = next((m for m, change in MODES.items() if change and change == changes), name)
-            measures = (f"pilot@{scale.block_size}",)
-            arms.append(Arm(f"{label}, lr {lr:g}", config, measures))
+            config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=lr))
+            arms.append(Arm(f"{label}, lr {lr:g}", config, (f"pilot@{scale.block_size}",)))
     question = "Which peak learning rate suits each arm?"
     return Plan("pilot", "Pilot: learning rates", question, tuple(arms), ())
 

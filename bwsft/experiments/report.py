@@ -8,6 +8,7 @@ import json
 import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,10 @@ def markdown(finished: Finished, judged: list[Judged]) -> str:
     """The page."""
     plan = finished.plan
     lines = [f"# {plan.title} ({finished.scale.name})", "", plan.question, ""]
-    lines += [settings(finished), "", *table(finished), "", f"![{plan.title}]({plan.name}.png)", ""]
+    heads, *arms = (f"| {' | '.join(texts)} |" for texts in table(finished))
+    ruler = "|---|" + "---:|" * (heads.count("|") - 2)
+    lines += [settings(finished), "", heads, ruler, *arms, ""]
+    lines += [f"![{plan.title}]({plan.name}.png)", ""]
     if judged:
         lines += claims(judged)
     return "\n".join(lines)
@@ -88,29 +92,33 @@ def settings(finished: Finished) -> str:
     )
 
 
-def table(finished: Finished) -> list[str]:
+def table(finished: Finished, brief: bool = False) -> list[list[str]]:
+    """The heads, then the texts of every arm; `brief`: the columns that a terminal has room for."""
+
+    def counted(name: str) -> Callable[[Row], str]:
+        return lambda row: "-" if (value := row.trained(name)) is None else f"{value:,.0f}"
+
+    def measured(name: str) -> Callable[[Row], str]:
+        return lambda row: spread(row.values(name), percent=not is_nelbo(name))
+
+    def strict(name: str) -> Callable[[Row], str]:
+        return lambda row: spread(row.values(name, "strict"), percent=True)
+
+    def flops(row: Row) -> str:
+        return "-" if row.flops is None else f"{row.flops / 1e12:,.2f}"
+
     names = finished.measures
-    heads = ["arm", "updates", "TFLOP", "supervised tokens", "region tokens"]
-    heads += ["training s"] if finished.seconds else []
-    heads += [label(name) for name in names]
-    heads += [f"{label(n)}, strict" for n in names if n.startswith(("gsm8k", "math"))]
-    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
-    for row in finished.rows:
-        counted = [row.trained(k) for k in ("updates", "supervised_tokens", "region_tokens")]
-        updates, supervised, region = ("-" if v is None else f"{v:,.0f}" for v in counted)
-        flops = "-" if row.flops is None else f"{row.flops / 1e12:,.2f}"
-        cells = [row.name, updates, flops, supervised, region]
-        if finished.seconds:
-            seconds = row.trained("seconds")
-            cells.append("-" if seconds is None else f"{seconds:.0f}")
-        cells += [spread(row.values(name), percent=not is_nelbo(name)) for name in names]
-        cells += [
-            spread([cell["measures"][n]["strict"] for cell in row.cells], percent=True)
-            for n in names
-            if n.startswith(("gsm8k", "math")) and row.values(n) is not None
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    columns = {"arm": lambda row: row.name, "updates": counted("updates"), "TFLOP": flops}
+    if not brief:
+        columns["supervised tokens"] = counted("supervised_tokens")
+        columns["region tokens"] = counted("region_tokens")
+    if finished.seconds:
+        columns["training s"] = counted("seconds")
+    columns |= {label(name): measured(name) for name in names}
+    if not brief:
+        ruled = [name for name in names if name.startswith(("gsm8k", "math"))]
+        columns |= {f"{label(name)}, strict": strict(name) for name in ruled}
+    return [[*columns], *([text(row) for text in columns.values()] for row in finished.rows)]
 
 
 def is_nelbo(name: str) -> bool:

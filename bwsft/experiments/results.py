@@ -18,14 +18,15 @@ class Row:
     flops: float | None
     """Training FLOPs of a cell."""
 
-    def values(self, measure: str) -> list[float] | None:
-        """One value per cell; None if the arm doesn't take this measure."""
+    def values(self, measure: str, rule: str = "value") -> list[float] | None:
+        """One value per cell (`rule`: "strict" of an answer file); None if the arm doesn't take
+        this measure."""
         kind, _, at = measure.partition("@")
         if kind == "curve":
             return [curve(cell, float(at) / 100) for cell in self.cells]
         if any(measure not in cell["measures"] for cell in self.cells):
             return None
-        return [cell["measures"][measure]["value"] for cell in self.cells]
+        return [cell["measures"][measure][rule] for cell in self.cells]
 
     def trained(self, name: str) -> float | None:
         """Mean over cells of what the training counted."""

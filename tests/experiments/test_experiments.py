@@ -198,9 +198,10 @@ def test_another_test_set_in_the_same_folder_is_refused(finished, capsys):
     assert "problems = 6, not 7" in capsys.readouterr().err
 
 
-def test_8b_asks_for_what_it_measures(capsys):
-    assert main(["experiment", "table", "--scale", "8b"]) == 2
-    assert "--gsm8k" in capsys.readouterr().err
+@pytest.mark.parametrize("name, missing", [("table", "--gsm8k"), ("context-modes", "CPU seconds")])
+def test_8b_asks_for_what_it_measures(capsys, name, missing):
+    assert main(["experiment", name, "--scale", "8b"]) == 2
+    assert missing in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset", ["paper", "released", "llada-8b-lora"])
@@ -253,6 +254,22 @@ def test_equal_flops_scales_updates(tmp_path):
     updates = {arm.name: settle(arm, plan, meters).steps for arm in plan.arms}
     assert updates["rdm, equal FLOPs"] == 100 and updates["rdm"] == 200
     assert updates["cached, k 1"] == 400
+
+
+def test_equal_time_gives_as_many_updates_as_fit(tmp_path):
+    """What is timed is stored with the FLOPs; FLOPs alone are not enough for such an arm."""
+    plan = plans.context_modes(dataclasses.replace(scales.debug(), cpu_seconds=3))
+    meters = Meters(tmp_path / "meters.json")
+    for arm in plan.arms:
+        assert not meters.has(arm)
+        found = {"tokens": 1.0, "flops_per_token": 2.0}
+        meters.known[meters.key(arm.config)] = found
+        assert meters.has(arm) == (arm.cpu_seconds is None)
+        found["cpu_seconds"] = 0.4 if arm.config.draws_per_context == 2 else 0.5
+    updates = {arm.name: settle(arm, plan, meters).steps for arm in plan.arms if arm.trained}
+    assert updates == {
+        "exact": 6, "block_causal": 6, "cached, k 1": 6, "cached, k 2": 7, "cached, k 4": 6
+    }  # fmt: skip
 
 
 def test_traversals_count_blocks(tmp_path):
