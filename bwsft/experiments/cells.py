@@ -91,7 +91,9 @@ def run(folder: Path, cell: Cell, wanted: tuple[str, ...], tests: measures.TestS
         done = read(folder, cell)
         if cell.trained and "train" not in done:
             done["config"] = json.loads(c.to_json(cell.config))
+            began = time.process_time()
             done["train"] = train_cell(folder / cell.key, cell.config)
+            done["train"]["cpu_seconds"] = round(time.process_time() - began, 1)
             write_atomic(path, json.dumps(done, indent=1) + "\n")
         source = str(folder / cell.key) if cell.trained else cell.config.model
         for name in missing(folder, cell, wanted):

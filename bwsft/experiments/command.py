@@ -47,7 +47,7 @@ class ExperimentOptions:
     steps: int | None = None
     """Updates of an arm, instead of the scale's."""
     seconds: float = 40
-    """context-modes: CPU seconds of training of an arm, measured on its first updates."""
+    """context-modes: CPU seconds that the updates of an arm take, as measured on a few."""
     jobs: int = 1
     """Cells that run at the same time, each on one CPU core; 1 on a GPU."""
     model: str | None = None

@@ -113,7 +113,7 @@ def table(finished: Finished, brief: bool = False) -> list[list[str]]:
         columns["supervised tokens"] = counted("supervised_tokens")
         columns["region tokens"] = counted("region_tokens")
     if finished.seconds:
-        columns["training s"] = counted("seconds")
+        columns["CPU s"] = counted("cpu_seconds")  # with setup and evaluations
     columns |= {label(name): measured(name) for name in names}
     if not brief:
         ruled = [name for name in names if name.startswith(("gsm8k", "math"))]
