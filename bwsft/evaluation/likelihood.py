@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from bwsft_kernels import linear_cross_entropy
+from bwsft_kernels.block_grid import BlockGrid
 from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 from tqdm import tqdm
@@ -156,9 +157,9 @@ def canvas(request: Request, family: Family, config: LikelihoodConfig) -> int:
 def masks_of(request: Request, family: Family, config: LikelihoodConfig) -> Masks:
     """All sets of the response's blocks if they are no more than the draws, else sampled ones."""
     prompt, n = map(len, request)
-    size = config.block_size or n
-    into = prompt % size if config.block_size and family.block_origin == "absolute" else 0
-    blocks = [(max(at, 0), min(at + size, n)) for at in range(-into, n, size)]
+    size = config.block_size
+    grid = BlockGrid(n) if size is None else BlockGrid(size, family.block_origin)
+    blocks = [(start - prompt, stop - prompt) for start, stop in grid.blocks(prompt, n)]
     # Above 2^30 sets nobody sums them all.
     if max(b - a for a, b in blocks) <= 30:
         if sum(2 ** (b - a) - 1 for a, b in blocks) <= config.draws:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
 
 from bwsft import config as c
@@ -123,7 +124,7 @@ def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generatio
     family, config = decoder.trained.backbone.family, decoder.config
     record = decoder.trace_record(generation)
     record["commits"] = [[*commit[:3], round(commit[3], 4)] for commit in record["commits"]]
-    into = len(prompt) % config.block_size if family.block_origin == "absolute" else 0
+    grid = BlockGrid(config.block_size, family.block_origin)
     return {
         **record,
         "name": name,
@@ -131,7 +132,7 @@ def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generatio
         "text": decoder.text(generation.tokens),
         "ended": generation.ended,
         "steps": generation.steps,
-        "offset": into,
+        "offset": len(prompt) - grid.start(len(prompt)),  # of the response in its first block
         "end_ids": list(family.end_ids),
     }
 
