@@ -259,6 +259,6 @@ def wilson(rate: float, count: int, z: float = 1.959964) -> tuple[float, float]:
     if count <= 0:
         raise ValueError("an interval needs at least one scored question")
     spread = z * z / count
-    centre = (rate + spread / 2) / (1 + spread)
+    center = (rate + spread / 2) / (1 + spread)
     half = z * math.sqrt(rate * (1 - rate) / count + spread / (4 * count)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)

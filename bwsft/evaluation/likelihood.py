@@ -176,8 +176,8 @@ def all_sets(blocks: list[tuple[int, int]], n: int) -> Masks:
         for places in itertools.combinations(range(start, stop), size)
     ]
     masked = torch.zeros(len(chosen), n, dtype=torch.bool)
-    for row, (places, _, _) in zip(masked, chosen, strict=True):
-        row[list(places)] = True
+    for i, (places, _, _) in enumerate(chosen):
+        masked[i, list(places)] = True
     _, stops, weights = zip(*chosen, strict=True)
     return Masks(masked, torch.tensor(stops), torch.tensor(weights, dtype=torch.float64), True)
 

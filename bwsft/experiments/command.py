@@ -82,8 +82,8 @@ def run_experiment(options: ExperimentOptions) -> int:
     out = Path(options.out or f"runs/experiments-{scale.name}")
 
     write_plan(plan, scale, seeds, out)
-    rows = run_plan(plan, seeds, out, tests, options.jobs)
-    finished = report.Finished(plan, scale, seeds, tests, rows)
+    arms = run_plan(plan, seeds, out, tests, options.jobs)
+    finished = report.Finished(plan, scale, seeds, tests, arms)
     page = report.write(finished, Path(options.report or out / "reports"))
     show(finished)
     print(f"report: {page}")

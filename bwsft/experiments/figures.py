@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bwsft.experiments.results import Row
+from bwsft.experiments.results import Measured
 from bwsft.experiments.statistics import mean_error
 
 if TYPE_CHECKING:  # a report draws its figure here; matplotlib takes a second
@@ -57,12 +57,12 @@ def axis_label(name: str) -> str:
 def dots(finished: Finished) -> Figure:
     """One line per arm, a dot per seed and a bar at the mean. A base that is far off is written at
     the edge: the axis belongs to the trained arms."""
-    names, rows = shown_measures(finished), finished.rows
-    figure, axes = panels(len(names), 4.2 * len(names) + 1.5, 0.35 * len(rows) + 1.2)
+    names, arms = shown_measures(finished), finished.arms
+    figure, axes = panels(len(names), 4.2 * len(names) + 1.5, 0.35 * len(arms) + 1.2)
     for axis, name in zip(axes, names, strict=True):
-        trained = [v for row in rows if row.flops for v in row.values(name) or ()]
-        for place, row in enumerate(rows):
-            if (values := row.values(name)) is None:
+        trained = [v for arm in arms if arm.flops for v in arm.values(name) or ()]
+        for place, arm in enumerate(arms):
+            if (values := arm.values(name)) is None:
                 continue
             if far_off(values[0], trained):
                 edge, side = (0.98, "right") if values[0] > max(trained) else (0.02, "left")
@@ -71,8 +71,8 @@ def dots(finished: Finished) -> Figure:
                 continue
             axis.plot(values, [place] * len(values), "o", alpha=0.5, color="tab:blue")
             axis.plot([statistics.fmean(values)] * 2, [place - 0.3, place + 0.3], color="black")
-        axis.set_yticks(range(len(rows)), [row.name for row in rows])
-        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.set_yticks(range(len(arms)), [arm.name for arm in arms])
+        axis.set_ylim(len(arms) - 0.5, -0.5)
         axis.set_xlabel(axis_label(name))
         axis.grid(axis="x", alpha=0.3)
     return figure
@@ -84,9 +84,9 @@ def far_off(value: float, trained: list[float]) -> bool:
     return not min(trained) - room <= value <= max(trained) + room
 
 
-def base_line(axis: Axes, base: float, rows: Sequence[Row], name: str) -> None:
+def base_line(axis: Axes, base: float, arms: Sequence[Measured], name: str) -> None:
     """The untouched base as a dashed line, or as a number in the legend if it is far off."""
-    if far_off(base, [v for row in rows for v in row.values(name)]):
+    if far_off(base, [v for arm in arms for v in arm.values(name)]):
         axis.plot([], [], ls="--", color="0.5", label=f"base: {base:.3f}, off the axis")
     else:
         axis.axhline(base, ls="--", color="0.5", label="base")
@@ -99,10 +99,10 @@ def heat_maps(finished: Finished) -> Figure:
     outline = [withStroke(linewidth=2, foreground="black")]
     grid, kinds = finished.scale.grid, ("nelbo", *finished.scale.tasks)
     figure, axes = panels(len(kinds), 4.6 * len(kinds), 4)
-    rows = {row.name: row for row in finished.rows}
+    arms = {arm.name: arm for arm in finished.arms}
     for axis, kind in zip(axes, kinds, strict=True):
         means = [
-            [statistics.fmean(rows[f"B {a}"].values(f"{kind}@{b}")) for b in grid] for a in grid
+            [statistics.fmean(arms[f"B {a}"].values(f"{kind}@{b}")) for b in grid] for a in grid
         ]
         axis.imshow(means, cmap="viridis_r" if kind == "nelbo" else "viridis")
         for i, line in enumerate(means):
@@ -121,16 +121,16 @@ def lines(finished: Finished) -> Figure:
     objective; means with standard errors."""
     names = shown_measures(finished)
     figure, axes = panels(len(names), 4.8 * len(names), 3.6)
-    base, *rest = finished.rows
-    groups: dict[str, list[tuple[float, Row]]] = {}
-    for row in rest:  # "25%", or "blockwise, tau 2"
-        name, _, tau = row.name.partition(", tau ")
+    base, *rest = finished.arms
+    groups: dict[str, list[tuple[float, Measured]]] = {}
+    for arm in rest:  # "25%", or "blockwise, tau 2"
+        name, _, tau = arm.name.partition(", tau ")
         at = (name, float(tau)) if tau else ("trained", float(name.rstrip("%")))
-        groups.setdefault(at[0], []).append((at[1], row))
+        groups.setdefault(at[0], []).append((at[1], arm))
     what = "traversals" if "trained" not in groups else f"{finished.plan.name}, %"
     for axis, name in zip(axes, names, strict=True):
         for label, members in groups.items():
-            means, errors = zip(*(mean_error(row.values(name)) for _, row in members), strict=True)
+            means, errors = zip(*(mean_error(arm.values(name)) for _, arm in members), strict=True)
             errors = [0 if error != error else error for error in errors]
             places = [at for at, _ in members]
             axis.errorbar(places, means, errors, fmt="o-", capsize=3, label=label)
@@ -143,10 +143,10 @@ def lines(finished: Finished) -> Figure:
 def curves(finished: Finished) -> Figure:
     """Held-out NELBO of every seed along the run, against updates and supervised tokens."""
     figure, axes = panels(2, 10, 3.8)
-    for color, row in zip(("tab:gray", "tab:blue", "tab:red"), finished.rows, strict=False):
-        for i, cell in enumerate(row.cells):
+    for color, arm in zip(("tab:gray", "tab:blue", "tab:red"), finished.arms, strict=False):
+        for i, cell in enumerate(arm.cells):
             steps, values = zip(*cell["train"]["evals"], strict=True)
-            label = row.name if i == 0 else None
+            label = arm.name if i == 0 else None
             axes[0].plot(steps, values, color=color, alpha=0.6, label=label)
             per_update = cell["train"]["supervised_tokens"] / cell["train"]["updates"]
             tokens = [step * per_update for step in steps]

@@ -1,6 +1,6 @@
 """What each experiment compares, and what would count as reproducing the paper.
 
-An `Arm` is one row: a training config and what is measured on its result. A `Claim` is one sentence
+An `Arm` is one way to train: a config and what is measured on its result. A `Claim` is one sentence
 of the paper as a contrast of measures, written down with the plan: two sets of (arm, measure), and
 which should be smaller.
 """
@@ -19,7 +19,7 @@ from bwsft.experiments.scales import Scale
 
 @dataclass(frozen=True)
 class Arm:
-    """One row of an experiment; cells are its seeds."""
+    """One training that is compared; its cells are its seeds."""
 
     name: str
     config: c.Config
@@ -105,7 +105,7 @@ def base_arm(scale: Scale, measures: tuple[str, ...] | None = None, **changes: A
 
 
 def table(scale: Scale) -> Plan:
-    """The paper's main table under EQUAL-FLOPS, with rows at strictly equal FLOPs and the context
+    """The paper's main table under EQUAL-FLOPS, with arms at strictly equal FLOPs and the context
     modes."""
     measures = usual(scale)
     arms = [base_arm(scale)]

@@ -16,7 +16,7 @@ from bwsft.checkpoints.folders import versions
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import Plan
-from bwsft.experiments.results import Judged, Row, judge
+from bwsft.experiments.results import Judged, Measured, judge
 from bwsft.experiments.scales import Scale
 from bwsft.experiments.statistics import mean_error
 from bwsft.utils.files import write_atomic
@@ -32,7 +32,7 @@ class Finished:
     scale: Scale
     seeds: list[int]
     tests: TestSet
-    rows: list[Row]
+    arms: list[Measured]
 
     @property
     def seconds(self) -> float | None:
@@ -50,7 +50,7 @@ def write(finished: Finished, folder: Path) -> Path:
     """Write NAME.md, NAME.csv and NAME.png into the folder; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
     name = finished.plan.name
-    judged = judge(finished.plan, finished.rows, len(finished.seeds))
+    judged = judge(finished.plan, finished.arms, len(finished.seeds))
     write_atomic(folder / f"{name}.csv", csv_text(finished))
     write_atomic(folder / f"{name}.png", draw(finished))
     page = folder / f"{name}.md"
@@ -95,20 +95,20 @@ def settings(finished: Finished) -> str:
 def table(finished: Finished, brief: bool = False) -> list[list[str]]:
     """The heads, then the texts of every arm; `brief`: the columns that a terminal has room for."""
 
-    def counted(name: str) -> Callable[[Row], str]:
-        return lambda row: "-" if (value := row.trained(name)) is None else f"{value:,.0f}"
+    def counted(name: str) -> Callable[[Measured], str]:
+        return lambda arm: "-" if (value := arm.trained(name)) is None else f"{value:,.0f}"
 
-    def measured(name: str) -> Callable[[Row], str]:
-        return lambda row: spread(row.values(name), percent=not is_nelbo(name))
+    def measured(name: str) -> Callable[[Measured], str]:
+        return lambda arm: spread(arm.values(name), percent=not is_nelbo(name))
 
-    def strict(name: str) -> Callable[[Row], str]:
-        return lambda row: spread(row.values(name, "strict"), percent=True)
+    def strict(name: str) -> Callable[[Measured], str]:
+        return lambda arm: spread(arm.values(name, "strict"), percent=True)
 
-    def flops(row: Row) -> str:
-        return "-" if row.flops is None else f"{row.flops / 1e12:,.2f}"
+    def flops(arm: Measured) -> str:
+        return "-" if arm.flops is None else f"{arm.flops / 1e12:,.2f}"
 
     names = finished.measures
-    columns = {"arm": lambda row: row.name, "updates": counted("updates"), "TFLOP": flops}
+    columns = {"arm": lambda arm: arm.name, "updates": counted("updates"), "TFLOP": flops}
     if not brief:
         columns["supervised tokens"] = counted("supervised_tokens")
         columns["region tokens"] = counted("region_tokens")
@@ -118,7 +118,7 @@ def table(finished: Finished, brief: bool = False) -> list[list[str]]:
     if not brief:
         ruled = [name for name in names if name.startswith(("gsm8k", "math"))]
         columns |= {f"{label(name)}, strict": strict(name) for name in ruled}
-    return [[*columns], *([text(row) for text in columns.values()] for row in finished.rows)]
+    return [[*columns], *([text(arm) for text in columns.values()] for arm in finished.arms)]
 
 
 def is_nelbo(name: str) -> bool:
@@ -162,13 +162,13 @@ def csv_text(finished: Finished) -> str:
     counted = ("updates", "tokens", "supervised_tokens", "region_tokens", "loss", "seconds")
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["arm", "seed", "flops", *counted, *names, "evals"])
-    for row in finished.rows:
-        for i, cell in enumerate(row.cells):
+    for arm in finished.arms:
+        for i, cell in enumerate(arm.cells):
             train = cell.get("train", {})
             seed = finished.seeds[i] if train else ""
             values = [cell["measures"].get(name, {}).get("value", "") for name in names]
             evals = json.dumps(train.get("evals", [])) if train else ""
-            flops = "" if row.flops is None else f"{row.flops:.6g}"
+            flops = "" if arm.flops is None else f"{arm.flops:.6g}"
             numbers = [train.get(k, "") for k in counted]
-            writer.writerow([row.name, seed, flops, *numbers, *values, evals])
+            writer.writerow([arm.name, seed, flops, *numbers, *values, evals])
     return out.getvalue()

@@ -10,8 +10,8 @@ from bwsft.experiments.statistics import Contrast, contrast, holm, verdict
 
 
 @dataclass(frozen=True)
-class Row:
-    """One arm: its cells' records in the order of the seeds (one for the untouched base)."""
+class Measured:
+    """An arm and the records of its cells, in the order of the seeds (one for the untouched base)."""
 
     name: str
     cells: list[dict]
@@ -51,9 +51,9 @@ class Judged:
     verdict: str
 
 
-def judge(plan: Plan, rows: list[Row], seeds: int) -> list[Judged]:
+def judge(plan: Plan, arms: list[Measured], seeds: int) -> list[Judged]:
     """The plan's claims in order, p-values adjusted over them (Holm)."""
-    by_name = {row.name: row for row in rows}
+    by_name = {arm.name: arm for arm in arms}
     found = [contrast(differences(claim, by_name, seeds)) for claim in plan.claims]
     adjusted = holm([f.p for f in found])
     return [
@@ -62,11 +62,11 @@ def judge(plan: Plan, rows: list[Row], seeds: int) -> list[Judged]:
     ]
 
 
-def differences(claim: Claim, rows: dict[str, Row], seeds: int) -> list[float]:
+def differences(claim: Claim, arms: dict[str, Measured], seeds: int) -> list[float]:
     """Per seed: mean of the side that should be smaller minus mean of the other."""
 
     def side(members: tuple[tuple[str, str], ...]) -> list[float]:
-        columns = [over_seeds(rows[arm].values(measure), seeds) for arm, measure in members]
+        columns = [over_seeds(arms[name].values(measure), seeds) for name, measure in members]
         return [statistics.fmean(column[i] for column in columns) for i in range(seeds)]
 
     small, large = side(claim.smaller), side(claim.larger)

@@ -21,12 +21,14 @@ from bwsft.experiments import cells
 from bwsft.experiments.cells import Cell
 from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import Arm, Plan
-from bwsft.experiments.results import Row
+from bwsft.experiments.results import Measured
 from bwsft.utils.files import write_atomic
 
 
-def run_plan(plan: Plan, seeds: list[int], folder: Path, tests: TestSet, jobs: int) -> list[Row]:
-    """Meter, train and measure everything that isn't done; returns the rows in the plan's order.
+def run_plan(
+    plan: Plan, seeds: list[int], folder: Path, tests: TestSet, jobs: int
+) -> list[Measured]:
+    """Meter, train and measure everything that isn't done; returns the arms in the plan's order.
 
     A failed cell stops the experiment after the running ones; run it again to go on.
     """
@@ -52,7 +54,7 @@ def run_plan(plan: Plan, seeds: list[int], folder: Path, tests: TestSet, jobs: i
                     wanted = {*work.get(cell.key, (cell, ()))[1], *arm_measures(arm)}
                     work[cell.key] = (cell, tuple(sorted(wanted)))
         gather([pool.submit(cells.run, folder, *todo, tests) for todo in work.values()], plan.name)
-    return [row(arm, config, seeds, folder, meters) for arm, config in planned]
+    return [measured(arm, config, seeds, folder, meters) for arm, config in planned]
 
 
 def leave_with_parent() -> None:
@@ -175,10 +177,13 @@ def cells_of(arm: Arm, config: c.Config, seeds: list[int]) -> Iterator[Cell]:
         yield Cell(dataclasses.replace(config, seed=seed))
 
 
-def row(arm: Arm, config: c.Config, seeds: list[int], folder: Path, meters: Meters) -> Row:
+def measured(
+    arm: Arm, config: c.Config, seeds: list[int], folder: Path, meters: Meters
+) -> Measured:
+    """The arm with the records of its finished cells."""
     found = [cells.read(folder, cell) for cell in cells_of(arm, config, seeds)]
     if not arm.trained:
-        return Row(arm.name, found, None)
+        return Measured(arm.name, found, None)
     per_token = meters.known[meters.key(config)]["flops_per_token"]
     mean_tokens = sum(cell["train"]["tokens"] for cell in found) / len(found)
-    return Row(arm.name, found, per_token * mean_tokens)
+    return Measured(arm.name, found, per_token * mean_tokens)

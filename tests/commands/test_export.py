@@ -93,7 +93,7 @@ def test_merged_in_float32_and_rounded_once(make, tmp_path, base, target):
     expected = merged_by_hand(checkpoint)
     assert found.keys() == expected.keys()
     # float32 sums of other order differ by an ulp or two; rounding to half turns one in some
-    # thousands of those into another neighbour, so there the count of such weights is bounded.
+    # thousands of those into another neighbor, so there the count of such weights is bounded.
     different = total = 0
     for name, weight in expected.items():
         assert found[name].dtype == dtype

@@ -106,7 +106,7 @@ def test_a_hanging_comparison_is_no_verdict_and_the_next_one_works():
         assert running.equal("0.5", "\\frac12") is True
 
 
-def test_the_child_does_not_import_its_neighbours(tmp_path):
+def test_the_child_does_not_import_its_neighbors(tmp_path):
     pytest.importorskip("math_verify", reason="math-verify comes with bwsft[eval]")
     script = shutil.copy(math_equality.__file__, tmp_path)
     (tmp_path / "sympy.py").write_text("raise SystemExit('the wrong sympy')")

@@ -113,9 +113,9 @@ def cell_record(value, evals=((0, 1.0), (10, 0.5))):
 
 def test_claims_are_judged_pair_by_pair():
     rows = [
-        results.Row("base", [cell_record(0.9)], None),
-        results.Row("good", [cell_record(v) for v in (0.50, 0.61, 0.55)], 1.0),
-        results.Row("bad", [cell_record(v) for v in (0.70, 0.80, 0.76)], 1.0),
+        results.Measured("base", [cell_record(0.9)], None),
+        results.Measured("good", [cell_record(v) for v in (0.50, 0.61, 0.55)], 1.0),
+        results.Measured("bad", [cell_record(v) for v in (0.70, 0.80, 0.76)], 1.0),
     ]
     claims = (
         plans.Claim("good", (("good", "nelbo@10"),), (("bad", "nelbo@10"),)),
