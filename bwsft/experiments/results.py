@@ -11,7 +11,7 @@ from bwsft.experiments.statistics import Contrast, contrast, holm, verdict
 
 @dataclass(frozen=True)
 class Measured:
-    """An arm and the records of its cells, in the order of the seeds (one for the untouched base)."""
+    """An arm and the records of its cells: one per seed in order, or one of the untouched base."""
 
     name: str
     cells: list[dict]
