@@ -18,7 +18,7 @@ from bwsft.experiments import report, scales
 from bwsft.experiments.estimate import print_plan
 from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import PILOT_SEED, PLANS, Plan
-from bwsft.experiments.runner import run_plan
+from bwsft.experiments.runner import run_plan, with_updates
 from bwsft.experiments.scales import Scale
 from bwsft.utils.files import write_atomic
 
@@ -92,18 +92,13 @@ def run_experiment(options: ExperimentOptions) -> int:
 
 def chosen_scale(options: ExperimentOptions) -> Scale:
     """The scale with what the options change in it."""
-    if options.scale == "8b":
-        scale = scales.eight_b(options.preset)
-    else:
-        scale = {"mini": scales.mini, "debug": scales.debug, "gsm8k": scales.gsm8k}[options.scale]()
-    changes = {"model": options.model, "data": options.data, "steps": options.steps}
+    made = {"mini": scales.mini, "debug": scales.debug, "gsm8k": scales.gsm8k}
+    scale = made[options.scale]() if options.scale in made else scales.eight_b(options.preset)
+    changes = {"model": options.model, "data": options.data}
     changes = {key: value for key, value in changes.items() if value is not None}
     base = dataclasses.replace(scale.base, **changes)
     if options.steps is not None:
-        evals = base.eval
-        if evals.every:
-            evals = dataclasses.replace(evals, every=max(options.steps // 10, 1))
-        base = dataclasses.replace(base, save_every=options.steps, eval=evals)
+        base = with_updates(base, options.steps)
     return dataclasses.replace(scale, base=base, cpu_seconds=options.seconds)
 
 
