@@ -35,6 +35,7 @@ from lib.decodes import (
 )
 
 from bwsft.models.backbone import Backbone
+from bwsft.utils.flops import decode_flops
 
 SWEEP = ((128, 1024), (128, 512), (1, 8))  # prompt, gen, batch
 
@@ -139,7 +140,7 @@ def measured(args: Namespace) -> Iterator[output.Point]:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     gate(args.device, args.variants)
-    cost = shapes.decode_flops("8b", args.prompt, args.gen, args.block)
+    cost = decode_flops(shapes.cost_of("8b"), args.prompt, args.gen, args.block)
     ratios = {name: round(cost["naive"] / value, 2) for name, value in cost.items()}
     remarks = [
         f"LLaDA-8B by formula, prompt {args.prompt}, gen {args.gen}, whole decoding: naive's FLOPs "

@@ -22,6 +22,7 @@ from lib.steps import MAX_LENGTH, MODES, Job, Variant, check, make_job, step_of
 from bwsft.config import OptimConfig
 from bwsft.models.backbone import Backbone
 from bwsft.training.optim import make_optimizer
+from bwsft.utils.flops import step_flops
 
 Variants = dict[str, tuple[Variant | None, Job]]  # None: the naive path
 # The paper, appendix A.1: LLaDA-8B, LoRA r 256, batch 1 on one A100.
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
         args.variants = [args.measure_memory]
         (step,) = all_steps(prepare(args), modes_of(args, args.gen[0])).values()
         return harness.print_memory(step, args)
-    ratios = shapes.step_flops("8b", args.prompt, args.gen[0], args.block, 4)
+    ratios = step_flops(shapes.cost_of("8b"), args.prompt, args.gen[0], args.block, 4)
     ratios = {name: round(ratios["exact"] / value, 2) for name, value in ratios.items()}
     output.run(args, "step", "training step: ", measured(args), [
         f"LLaDA-8B by formula, exact's FLOPs per supervised token over theirs: {ratios}",

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bwsft.config import Config
 
 USAGE = """usage: bwsft COMMAND [OPTIONS]
 
@@ -26,48 +31,51 @@ commands
 `bwsft COMMAND --help` lists the options of a command."""
 
 
+# command -> (module, its options, the function that takes them and returns the exit status)
+COMMANDS = {
+    "generate": ("bwsft.commands.generate", "GenerateOptions", "run_generate"),
+    "chat": ("bwsft.commands.chat", "ChatOptions", "run_chat"),
+    "evaluate": ("bwsft.commands.evaluate", "EvaluateCommand", "run_evaluate"),
+    "trace": ("bwsft.commands.trace", "TraceOptions", "run_trace"),
+    "report": ("bwsft.commands.report.page", "ReportOptions", "run_report"),
+    "compare": ("bwsft.commands.compare", "CompareOptions", "run_compare"),
+    "replay": ("bwsft.commands.replay", "ReplayOptions", "run_replay"),
+    "export": ("bwsft.commands.export", "ExportOptions", "run_export"),
+    "experiment": ("bwsft.experiments.command", "ExperimentOptions", "run_experiment"),
+    "bench": ("bwsft.commands.bench", "BenchOptions", "run_bench"),
+    "demo": ("bwsft.commands.demo", "DemoOptions", "run_demo"),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0; 2 for input that cannot be used; 1 for a
     training that failed; 130 if interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = {
-        "train": _train,
-        "generate": _generate,
-        "chat": _chat,
-        "evaluate": _evaluate,
-        "trace": _trace,
-        "report": _report,
-        "compare": _compare,
-        "replay": _replay,
-        "export": _export,
-        "experiment": _experiment,
-        "bench": _bench,
-        "demo": _demo,
-    }
     from bwsft.presets import PRESETS
 
     usage = USAGE.format(presets=", ".join(PRESETS))
     if not argv or argv[0] in ("-h", "--help"):
         print(usage)
         return 0 if argv else 2
-    if argv[0] == "--version":
+    name, *words = argv
+    if name == "--version":
         from bwsft.version import __version__
 
         print(__version__)
         return 0
-    if argv[0] not in commands:
-        print(f"bwsft: unknown command {argv[0]!r}\n\n{usage}", file=sys.stderr)
+    if name not in ("train", *COMMANDS):
+        print(f"bwsft: unknown command {name!r}\n\n{usage}", file=sys.stderr)
         return 2
     try:
-        return commands[argv[0]](argv[1:])
+        return _train(words) if name == "train" else _run(name, words)
     except (ValueError, OSError) as error:
         # ValueError is for the user (bad input); BWSFT_DEBUG=1 shows where it came from.
         if os.environ.get("BWSFT_DEBUG") == "1":
             raise
-        print(f"bwsft {argv[0]}: {error}", file=sys.stderr)
+        print(f"bwsft {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before a run can save, or a second time
-        print(f"bwsft {argv[0]}: interrupted", file=sys.stderr)
+        print(f"bwsft {name}: interrupted", file=sys.stderr)
         return 130
 
 
@@ -78,95 +86,15 @@ def _train(argv: list[str]) -> int:
     return train(config)
 
 
-def _generate(argv: list[str]) -> int:
+def _run(name: str, argv: list[str]) -> int:
     import tyro
 
-    from bwsft.commands.generate import GenerateOptions, run_generate
-
-    return run_generate(tyro.cli(GenerateOptions, args=argv, prog="bwsft generate"))
-
-
-def _chat(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.chat import ChatOptions, run_chat
-
-    return run_chat(tyro.cli(ChatOptions, args=argv, prog="bwsft chat"))
+    module, options, run = COMMANDS[name]
+    found = importlib.import_module(module)
+    return getattr(found, run)(tyro.cli(getattr(found, options), args=argv, prog=f"bwsft {name}"))
 
 
-def _evaluate(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.evaluate import EvaluateCommand, run_evaluate
-
-    return run_evaluate(tyro.cli(EvaluateCommand, args=argv, prog="bwsft evaluate"))
-
-
-def _trace(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.trace import TraceOptions, run_trace
-
-    return run_trace(tyro.cli(TraceOptions, args=argv, prog="bwsft trace"))
-
-
-def _report(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.report.page import ReportOptions, run_report
-
-    return run_report(tyro.cli(ReportOptions, args=argv, prog="bwsft report"))
-
-
-def _compare(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.compare import CompareOptions, run_compare
-
-    return run_compare(tyro.cli(CompareOptions, args=argv, prog="bwsft compare"))
-
-
-def _replay(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.replay import ReplayOptions, run_replay
-
-    return run_replay(tyro.cli(ReplayOptions, args=argv, prog="bwsft replay"))
-
-
-def _export(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.export import ExportOptions, run_export
-
-    return run_export(tyro.cli(ExportOptions, args=argv, prog="bwsft export"))
-
-
-def _experiment(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.experiments.command import ExperimentOptions, run_experiment
-
-    return run_experiment(tyro.cli(ExperimentOptions, args=argv, prog="bwsft experiment"))
-
-
-def _bench(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.bench import BenchOptions, run_bench
-
-    return run_bench(tyro.cli(BenchOptions, args=argv, prog="bwsft bench"))
-
-
-def _demo(argv: list[str]) -> int:
-    import tyro
-
-    from bwsft.commands.demo import DemoOptions, run_demo
-
-    return run_demo(tyro.cli(DemoOptions, args=argv, prog="bwsft demo"))
-
-
-def parse_train(argv: list[str]):
+def parse_train(argv: list[str]) -> Config:
     """Config of `bwsft train PRESET [--overrides]`.
 
     With --resume of a started run its stored config is the default, so that the other flags need
@@ -188,7 +116,8 @@ def parse_train(argv: list[str]):
     return config
 
 
-def _stored_config(argv: list[str]):
+def _stored_config(argv: list[str]) -> Config | None:
+    """The config of the run that --resume names."""
     from bwsft.config import from_json
     from bwsft.utils.strict_json import read_text
 

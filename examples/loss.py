@@ -21,11 +21,11 @@ optimizer = torch.optim.AdamW(parameters, lr=1e-2)
 for step in range(201):
     masked = block_mask(ids, prompt, response, spec, draw=torch.full((32,), step))
     hidden = body(embed(masked.noisy_ids) + place.weight)  # [S, L, D]
-    loss = linear_cross_entropy(hidden, head.weight, masked.labels)  # only the masked rows
+    loss = linear_cross_entropy(hidden, head.weight, masked.labels)  # only the masked tokens
     if step % 50 == 0:
         naive = cross_entropy(head(hidden).flatten(0, 1), masked.labels.flatten())
-        rows = int((masked.labels != -100).sum())
-        print(f"step {step}: loss {loss:.4f} of {rows} rows, {naive:.4f} of all {ids.numel()}")
+        count = int((masked.labels != -100).sum())
+        print(f"step {step}: loss {loss:.4f} of {count} tokens, {naive:.4f} of all {ids.numel()}")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

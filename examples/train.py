@@ -12,13 +12,13 @@ from pathlib import Path
 from bwsft import presets
 from bwsft.config import EvalConfig
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder
-from bwsft.training.trainer import train
+from bwsft.training.setup import train
 
 with tempfile.TemporaryDirectory() as folder:
     data, run = Path(folder) / "data.jsonl", Path(folder) / "run"
-    rows = [{"query": f"{a} + {b}", "response": f"The answer is: {a + b}"}
-            for a in range(2, 18) for b in range(2, 12)]  # fmt: skip
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records = [{"query": f"{a} + {b}", "response": f"The answer is: {a + b}"}
+               for a in range(2, 18) for b in range(2, 12)]  # fmt: skip
+    data.write_text("".join(json.dumps(row) + "\n" for row in records))
 
     config = dataclasses.replace(
         presets.debug(), data=str(data), out=str(run), steps=30, eval=EvalConfig(every=15)

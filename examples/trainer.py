@@ -23,9 +23,9 @@ tokenizer = AutoTokenizer.from_pretrained(TINY)
 
 with tempfile.TemporaryDirectory() as folder:
     data = Path(folder) / "data.jsonl"
-    rows = [{"query": f"{a} + {b}", "response": f"The answer is: {a + b}"}
-            for a in range(2, 18) for b in range(2, 12)]  # fmt: skip
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records = [{"query": f"{a} + {b}", "response": f"The answer is: {a + b}"}
+               for a in range(2, 18) for b in range(2, 12)]  # fmt: skip
+    data.write_text("".join(json.dumps(row) + "\n" for row in records))
     config = dataclasses.replace(
         presets.debug(), data=str(data), context="cached", draws_per_context=2
     )

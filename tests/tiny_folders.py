@@ -1,9 +1,15 @@
-"""Model folders of transformers' own models, for the tests of loading and of [MASK]."""
+"""Model folders of transformers' own models, and checkpoints of runs on any backbone."""
 
 import json
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bwsft import config as c
+from bwsft.checkpoints.folders import save_checkpoint
+from bwsft.data.chat_template import load_tokenizer
+from bwsft.models.lora import add_lora
+from bwsft.training.optim import make_optimizer
 
 WEIGHTS = "model.safetensors"
 # initializer_range makes random models that are sure of something.
@@ -32,3 +38,17 @@ def edit(file, **changes):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def run_of(root, backbone, config, tokenizer):
+    """root/run's checkpoint of a run on `backbone`, whose model is stored in root/base; with an
+    adapter that changes it if the config asks for one."""
+    if config.lora.rank:
+        add_lora(backbone, config.lora, seed=1)
+        for name, weight in backbone.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.02, generator=torch.manual_seed(len(name)))
+    state = {"config": json.loads(c.to_json(config)), "data": "", "base": str(root / "base")}
+    optimizer = make_optimizer(backbone, config.optim)
+    words = load_tokenizer(tokenizer)
+    return save_checkpoint(root / "run", 1, backbone, words, optimizer, state)

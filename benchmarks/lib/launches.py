@@ -97,8 +97,8 @@ def fused_launches() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, launchers in COUNTED.items():
             public = sys.modules[module.__name__.removesuffix("_triton")]
-            always = mock.patch.object(public, "triton_implementation", lambda *_, module=module: module)
-            stack.enter_context(always)
+            always = {"triton_implementation": lambda *_, module=module: module}
+            stack.enter_context(mock.patch.multiple(public, **always))
             for name, numbers in launchers.items():
                 stand_in = _counted(getattr(module, name), numbers)
                 stack.enter_context(mock.patch.object(module, name, stand_in))

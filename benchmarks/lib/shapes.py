@@ -1,8 +1,4 @@
-"""LLaDA shapes that the benchmarks build, lengths like GSM8K's, and FLOPs written out.
-
-In the formulas a multiply-add is two. Rows: tokens that run through the layers; keys: what each
-attends to.
-"""
+"""LLaDA shapes that the benchmarks build, and lengths like GSM8K's."""
 
 import json
 import os
@@ -67,32 +63,3 @@ def gsm8k_lengths(count: int, longest: int = 256) -> tuple[list[tuple[int, int]]
 def cost_of(size: str) -> Cost:
     s = SIZES[size]
     return Cost(s["d_model"], s["n_layers"], s["mlp_hidden_size"], s["vocab_size"])
-
-
-def decode_flops(size: str, prompt: int, gen: int, block: int) -> dict[str, float]:
-    """Mean FLOPs of a denoising step by context mode, one token a step, no early exit."""
-    cost, length = cost_of(size), prompt + gen
-    masked = (block + 1) / 2  # rows that meet the head, on average
-    entering = cost.whole(length, block)
-    middle = prompt + gen // 2  # block_causal: keys on average
-    return {
-        "naive": cost.whole(length) + cost.head(length),
-        "exact": entering + cost.head(masked),
-        "cached": (entering + (block - 1) * cost.active(block, length)) / block + cost.head(masked),
-        "block_causal": (block + 1) / block * cost.active(block, middle) + cost.head(masked),
-    }
-
-
-def step_flops(size: str, prompt: int, gen: int, block: int, draws: int) -> dict[str, float]:
-    """FLOPs per supervised token of a training step (adapters left out): a frozen matrix costs as
-    much backward as forward; half of a block bears loss on average."""
-    cost, length, rows = cost_of(size), prompt + gen, block / 2
-    once = 2 * cost.active(block, length) + 2 * cost.head(rows)
-    both = 2 * (prompt + 2 * gen)  # clean row and noisy copies, forward and backward
-    layers = cost.layers * cost.layer(1, length) * both
-    return {
-        "naive": (2 * cost.whole(length) + 2 * cost.head(length)) / rows,
-        "exact": (2 * cost.whole(length, block) + 2 * cost.head(rows)) / rows,
-        f"cached_k{draws}": (cost.whole(length, block) + draws * once) / (draws * rows),
-        "block_causal": (layers + 2 * cost.head(gen / 2)) / (gen / 2),
-    }

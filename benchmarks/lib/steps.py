@@ -167,9 +167,8 @@ def check(backbone: Backbone, job: Job) -> str:
         mode = job.mode(backbone, MODES["exact"])
         masked = mode.objective.mask(batch.to(job.device))
         with mode.autocast():
-            hidden = backbone.hidden_states(
-                masked.noisy_ids, *(x.to(job.device) for x in (batch.position_ids, batch.cu_seqlens))
-            )
+            rows = (x.to(job.device) for x in (batch.position_ids, batch.cu_seqlens))
+            hidden = backbone.hidden_states(masked.noisy_ids, *rows)
         n = int(masked.num_rows)
         weight = backbone.head()[0]
         logits = F.linear(hidden[masked.rows[:n]].to(weight.dtype), weight).float()

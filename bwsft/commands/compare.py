@@ -22,7 +22,7 @@ from bwsft.decoding.pipeline import Decoder, DecoderOptions
 from bwsft.decoding.result import Generation
 from bwsft.evaluation.answer_files import Output, join, read_references
 from bwsft.evaluation.math_equality import MathVerifier
-from bwsft.evaluation.pass_at_1 import score, summarise
+from bwsft.evaluation.pass_at_1 import score, summarize
 from bwsft.utils.files import write_atomic
 from bwsft.utils.flops import flop_counter
 
@@ -152,7 +152,7 @@ def accuracy(
             rows = score(joined, task, verifier)
     else:
         rows = score(joined, task)
-    result = summarise(rows, task)
+    result = summarize(rows, task)
     return {name: result[name] for name in ("accuracy", "truncated", "mean_tokens")}
 
 

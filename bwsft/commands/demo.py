@@ -6,28 +6,25 @@ disjoint by construction (bwsft/data/word_problems.py).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from tqdm import tqdm
 
 from bwsft import config as c
 from bwsft import presets
-from bwsft.checkpoints.resolve import Trained, load_trained
+from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands.trace import unmasking
-from bwsft.data import word_problems as wordproblems
-from bwsft.data.chat_template import Template
-from bwsft.decoding.config import DecodeConfig
-from bwsft.decoding.generate import decode_stream
+from bwsft.data import word_problems
 from bwsft.decoding.result import Generation
-from bwsft.evaluation import answers as scoring
-
-TEST_SEED = 1  # another seed than the training data's, and another split
+from bwsft.evaluation.answers import wilson
+from bwsft.evaluation.exact_match import TEST_SEED, solve
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class DemoOptions:
     out: str | None = None
     """Run folder of the training; default: the first free one of runs/demo, runs/demo-2, ..."""
     steps: int = 600
-    """Optimiser updates."""
+    """Optimizer updates."""
     problems: int = 200
     """Held-out problems that are decoded before and after."""
     seed: int = 0
@@ -47,19 +44,17 @@ class DemoOptions:
 def demo_config(options: DemoOptions) -> c.Config:
     """The debug preset in block-causal mode, which supervises every block of a response in one
     pass: the mode that learns most in two minutes."""
-    return c.Config(
-        **{
-            **vars(presets.debug()),
-            "out": options.out or free_folder("runs/demo"),
-            "steps": options.steps,
-            "seed": options.seed,
-            "batch_size": 32,
-            "micro_batch_size": 32,
-            "save_every": options.steps,
-            "context": "block_causal",
-            "optim": c.OptimConfig(lr=2e-3),
-            "eval": c.EvalConfig(every=max(options.steps // 4, 1)),
-        }
+    return dataclasses.replace(
+        presets.debug(),
+        out=options.out or free_folder("runs/demo"),
+        steps=options.steps,
+        seed=options.seed,
+        batch_size=32,
+        micro_batch_size=32,
+        save_every=options.steps,
+        context="block_causal",
+        optim=c.OptimConfig(lr=2e-3),
+        eval=c.EvalConfig(every=max(options.steps // 4, 1)),
     )
 
 
@@ -77,7 +72,7 @@ def run_demo(options: DemoOptions) -> int:
         raise ValueError(f"{config.out} exists; choose another --out, or remove it")
     began = time.perf_counter()
     console = Console()
-    problems = wordproblems.generate(options.problems, TEST_SEED, split="test")
+    problems = word_problems.generate(options.problems, TEST_SEED, split="test")
     console.rule("1/4 the embedded base on held-out problems")
     before, _ = solve(load_trained(None), problems, config, "base")
     console.rule("2/4 Blockwise SFT")
@@ -88,7 +83,7 @@ def run_demo(options: DemoOptions) -> int:
     after, generations = solve(trained, problems, config, "after")
     table = Table("model", "solved", "accuracy", "95 % interval")
     for name, solved in (("base", before), ("after Blockwise SFT", after)):
-        low, high = scoring.wilson(sum(solved) / len(solved), len(solved))
+        low, high = wilson(sum(solved) / len(solved), len(solved))
         table.add_row(
             name,
             f"{sum(solved)} of {len(solved)}",
@@ -99,44 +94,17 @@ def run_demo(options: DemoOptions) -> int:
     console.rule("4/4 how two answers were unmasked (number: denoising step)")
     for i in (0, 1):
         console.print(f"[bold]{problems[i]['query']}[/bold]")
-        console.print(unmasked(generations[i], trained.tokenizer, config.block_size))
+        console.print(unmasked(generations[i], trained.tokenizer.decode, config.block_size))
         console.print()
     console.print(f"run folder: {config.out}   plot: {config.out}/loss.png", soft_wrap=True)
     console.print(f"{time.perf_counter() - began:.0f} s in all")
     return 0
 
 
-def solve(
-    trained: Trained,
-    problems: list[dict],
-    config: c.Config,
-    name: str,
-    context: str | None = None,
-) -> tuple[list[bool], list[Generation]]:
-    """Decode the problems in `context`, by default the model's own; (which are right, the
-    generations)."""
-    template = Template(trained.tokenizer, config.dataset.template)
-    prompts = template.encode_prompts([p["query"] for p in problems])
-    decode = DecodeConfig(
-        gen_length=config.gen_length,
-        block_size=config.block_size,
-        batch_size=50,
-        context=context or (trained.state["config"]["context"] if trained.state else "exact"),
-    )
-    results: list = [None] * len(problems)
-    stream = decode_stream(trained.backbone, prompts, decode, trace=True)
-    for i, generation in tqdm(stream, total=len(problems), desc=f"decoding, {name}"):
-        results[i] = generation
-    solved = []
-    for problem, generation in zip(problems, results, strict=True):
-        answer, _ = scoring.extract_gsm8k(trained.tokenizer.decode(generation.tokens))
-        truth, _ = scoring.extract_gsm8k(problem["response"])
-        solved.append(scoring.numbers_equal(truth, answer))
-    return solved, results
-
-
-def unmasked(generation: Generation, tokenizer, block_size: int) -> Text:
+def unmasked(
+    generation: Generation, decode: Callable[[list[int]], str], block_size: int
+) -> Text:
     """The answer and the steps in which its tokens came."""
-    pieces = {i: tokenizer.decode([token]) for i, token in enumerate(generation.tokens)}
+    pieces = {i: decode([token]) for i, token in enumerate(generation.tokens)}
     steps = {position: step for step, position, _, _ in generation.trace}
     return unmasking(steps, pieces, sorted(pieces), block_size)

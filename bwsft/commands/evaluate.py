@@ -1,10 +1,13 @@
-"""`bwsft evaluate`: the scoring of bwsft/evaluation/pass_at_1.py, with a decoder for --model."""
+"""`bwsft evaluate`: Pass@1 of a file's outputs, or of a model's answers to the questions."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
 
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder
 from bwsft.decoding.result import Decoded
@@ -29,9 +32,41 @@ def run_evaluate(command: EvaluateCommand) -> int:
         names = [field.name for field in dataclasses.fields(EvaluateOptions)]
         options = EvaluateOptions(**{name: getattr(command, name) for name in names})
     try:
-        evaluate(options, decode if command.model else None)
+        result = evaluate(options, decode if command.model else None)
     except (ImportError, RuntimeError) as error:
         if "math-verify" not in str(error):
             raise
         raise ValueError(str(error)) from error
+    print_report(result)
     return 0
+
+
+def print_report(result: dict) -> None:
+    """The result of `evaluate` as a table on stdout."""
+
+    def percent(share: float | None) -> str:
+        return "unknown" if share is None else f"{100 * share:.2f} %"
+
+    low, high = result["ci95"]
+    table = Table(title=f"Pass@1 on {result['task']}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for rule in ("ladder", "strict"):
+        interval = f"  [{100 * low:.2f}, {100 * high:.2f}]" if rule == result["rule"] else ""
+        table.add_row(f"accuracy, {rule} rule", percent(result[f"{rule}_accuracy"]) + interval)
+    table.add_row("questions scored", str(result["count"]))
+    for name in ("disagreements", "truncated", "no_answer", "mean_tokens", "missing_reference",
+                 "not_attempted", "conflicting_references", "verify_failures"):
+        value = result[name]
+        if name in ("truncated", "no_answer"):
+            value = percent(value)
+        if value not in (None, 0):
+            table.add_row(name.replace("_", " "), f"{value:.1f}" if isinstance(value, float)
+                          else str(value))
+    for rung, number in result["extractors"].items():
+        table.add_row(f"answers from: {rung}", str(number))
+    console = Console()
+    console.print(table)
+    if result["unused_fields"]:
+        console.print("fields not read: " + ", ".join(result["unused_fields"]), markup=False)
+    console.print(f"every output: {result['saved']}", markup=False, soft_wrap=True)

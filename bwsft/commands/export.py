@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class Weights:
         """scale * B A, float32."""
         place, scale = self.updates[name]
         kind = torch.promote_types(self.stored, torch.float32)
-        # Copies: a mapped matrix lies at any offset, where MKL promises no bits.
+        # Copies: a mapped matrix is at any offset, where MKL promises no bits.
         a, b = (
             read_tensor(self.adapter, f"{place}.lora_{x}.weight").to(kind, copy=True) for x in "AB"
         )
@@ -180,7 +180,7 @@ def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]
 
 
 def code_origin(model: str, trained: Trained) -> str | None:
-    """Folder or Hub id of the model that was trained: its own modelling code may lie there."""
+    """Folder or Hub id of the model that was trained: its own modeling code may be there."""
     if (Path(trained.folder) / "adapter_config.json").exists():
         return adapter_base(trained.folder, trained.state)
     return trained.state["config"]["model"] if trained.state else model
@@ -198,8 +198,8 @@ def write_description(trained: Trained, origin: str | None, folder: Path) -> Non
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def keep_code(config, origin: str | None, folder: Path) -> None:
-    """Copy the modelling code that config.json's auto_map names, or name its repository instead;
+def keep_code(config: Any, origin: str | None, folder: Path) -> None:
+    """Copy the modeling code that config.json's auto_map names, or name its repository instead;
     without either, auto_map would point at files that are not there and goes."""
     named = getattr(config, "auto_map", None)
     if not named:

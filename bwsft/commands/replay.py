@@ -77,7 +77,7 @@ def run_replay(options: ReplayOptions) -> int:
 
 
 def put_weights(run: Run, folder: Path) -> None:
-    """Give the run the adapter or the model that lies in `folder`."""
+    """Give the run the adapter or the model that is in `folder`."""
     if run.config.lora.rank:
         load_adapter_weights(folder, run.backbone)
         return
@@ -115,7 +115,7 @@ def first_not_finite(model: torch.nn.Module) -> Iterator[list[str]]:
     found: list[str] = []
 
     def look(name: str):
-        def hook(module, arguments, output):
+        def hook(module: torch.nn.Module, arguments: tuple, output: object) -> None:
             parts = output if isinstance(output, tuple) else (output,)
             tensors = [part for part in parts if isinstance(part, torch.Tensor)]
             if not all(tensor.isfinite().all() for tensor in tensors):

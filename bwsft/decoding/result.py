@@ -114,3 +114,14 @@ def harvest(
             places = zip(at, range(config.gen_length), ids, confidence, strict=True)
             commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)
         yield row.index, Generation(ids[:end], end is not None, own, commits, passes)
+
+
+class Decoded(NamedTuple):
+    """A decoder's answer: its text, the tokens up to the end token, and whether one came."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+Decode = Callable[[list[str]], Sequence[Decoded]]

@@ -56,7 +56,7 @@ def _number_text(token: str) -> str:
     return format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
 
 
-def _document(text: str, path: Path, line: int = 1):
+def _document(text: str, path: Path, line: int = 1) -> object:
     def refuse(name: str):
         raise ValueError(f"{name} is no JSON value")
 
@@ -128,7 +128,7 @@ def _question(record: dict, place: str) -> tuple[str, str]:
     return value, name
 
 
-def _reference(value, task: str, place: str) -> str | None:
+def _reference(value: object, task: str, place: str) -> str | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     if isinstance(value, bool) or not isinstance(value, (str, int)):

@@ -83,7 +83,7 @@ def numbers_in(text: str) -> list[Fraction]:
 
 
 def single_number(fragment: str) -> Fraction | None:
-    """The one number that a short answer states, units and words aside; behind "=" if there is one.
+    """The one number that a short answer states, units and words aside; after "=" if there is one.
 
     None without a number, with several ("4, 6", "48 - 10"), and with a root, a power or pi: that
     is no single number. Units may have powers (72 cm^2), and a full hour counts ("2:00 pm" is 2).
@@ -236,7 +236,6 @@ def reference_answer(text: str, task: str) -> str:
     return "".join(stated[-1]).strip() if stated else text.strip()
 
 
-
 def strict_gsm8k(text: str, reference: str) -> bool:
     """Last number of the output, equal to the reference as a string.
 
@@ -252,7 +251,6 @@ def strict_math(text: str, reference: str) -> bool:
     return text.strip() == reference.strip()
 
 
-
 def wilson(rate: float, count: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson's 95 % score interval of a success rate over `count` independent questions.
 
@@ -261,18 +259,6 @@ def wilson(rate: float, count: int, z: float = 1.959964) -> tuple[float, float]:
     if count <= 0:
         raise ValueError("an interval needs at least one scored question")
     spread = z * z / count
-    centre = (rate + spread / 2) / (1 + spread)
+    center = (rate + spread / 2) / (1 + spread)
     half = z * math.sqrt(rate * (1 - rate) / count + spread / (4 * count)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value of McNemar's test from the two counts of discordant pairs."""
-    total = only_first + only_second
-    if total == 0:
-        return 1.0
-    tail = ways = 1
-    for k in range(min(only_first, only_second)):
-        ways = ways * (total - k) // (k + 1)
-        tail += ways
-    return min(1.0, 2 * tail / 2**total)
+    return max(0.0, center - half), min(1.0, center + half)

@@ -7,8 +7,8 @@ response one token at a time in random order (LLaDA's get_log_likelihood):
         1 / (|S| C(n, |S|)) * sum over i in S of log p(r_i | prompt, the tokens outside S)
 
 Blockwise (block_size B) the response is decoded block after block: the sum over its blocks of the
-same, with earlier blocks clean and everything behind, to the end of the canvas, hidden; that is
-what blockwise training optimises and the decoder does. Responses with no more sets than `draws` are
+same, with earlier blocks clean and everything after, to the end of the canvas, hidden; that is
+what blockwise training optimizes and the decoder does. Responses with no more sets than `draws` are
 summed exactly. For the others one even grid of `draws` points, shifted by a hash of the request,
 runs over the response's tokens; the point's block is the active block, and its place in it is
 
@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from bwsft_kernels import linear_cross_entropy
+from bwsft_kernels.block_grid import BlockGrid
 from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 from tqdm import tqdm
@@ -54,7 +55,7 @@ class LikelihoodConfig:
     estimator: Literal["count", "rate"] = "count"
     """Masks of an exact, evenly spread count; or Bernoulli marks at an evenly spread rate."""
     block_size: int | None = None
-    """Tokens in a block; None: the whole response in any order, with nothing behind it."""
+    """Tokens in a block; None: the whole response in any order, with nothing after it."""
     gen_length: int = 128
     """With block_size: the canvas is [MASK] to prompt + so many positions."""
     seed: int = 0
@@ -81,9 +82,9 @@ class Estimate(NamedTuple):
 class Masks(NamedTuple):
     """Sets of a response's tokens to predict, and what each counts."""
 
-    masked: Tensor  # [R, n] bool
-    stop: Tensor  # [R] response tokens from here on are hidden
-    weight: Tensor  # [R] fp64: the estimate is the sum of weight * sum of log p
+    masked: Tensor  # [K, n] bool
+    stop: Tensor  # [K] response tokens from here on are hidden
+    weight: Tensor  # [K] fp64: the estimate is the sum of weight * sum of log p
     exact: bool
 
 
@@ -105,8 +106,8 @@ def log_likelihoods(
         for request in requests:
             masks = masks_of(request, backbone.family, config)
             found.append((masks, scores := np.zeros(len(masks.weight))))
-            sets = rows(request, masks, backbone.family, config)
-            waiting += ((scores, i, row) for i, row in sets)
+            sets = sequences(request, masks, backbone.family, config)
+            waiting += ((scores, i, sequence) for i, sequence in sets)
             while len(waiting) >= config.batch_size:
                 settle(backbone, waiting[: config.batch_size])
                 del waiting[: config.batch_size]
@@ -117,6 +118,7 @@ def log_likelihoods(
 
 
 def check(number: int, request: Request, family: Family, config: LikelihoodConfig) -> None:
+    """ValueError for a request that cannot be scored."""
     if family.attention == "block_causal":
         raise ValueError(
             "likelihoods run under context exact, which a model that attends from block to block "
@@ -137,7 +139,7 @@ def check(number: int, request: Request, family: Family, config: LikelihoodConfi
 
 
 def canvas(request: Request, family: Family, config: LikelihoodConfig) -> int:
-    """Positions of a request's row."""
+    """Length of a request's sequence: prompt, response and, blockwise, the canvas after it."""
     prompt, response = map(len, request)
     if config.block_size is None:
         return prompt + response
@@ -155,9 +157,9 @@ def canvas(request: Request, family: Family, config: LikelihoodConfig) -> int:
 def masks_of(request: Request, family: Family, config: LikelihoodConfig) -> Masks:
     """All sets of the response's blocks if they are no more than the draws, else sampled ones."""
     prompt, n = map(len, request)
-    size = config.block_size or n
-    into = prompt % size if config.block_size and family.block_origin == "absolute" else 0
-    blocks = [(max(at, 0), min(at + size, n)) for at in range(-into, n, size)]
+    size = config.block_size
+    grid = BlockGrid(n) if size is None else BlockGrid(size, family.block_origin)
+    blocks = [(start - prompt, stop - prompt) for start, stop in grid.blocks(prompt, n)]
     # Above 2^30 sets nobody sums them all.
     if max(b - a for a, b in blocks) <= 30:
         if sum(2 ** (b - a) - 1 for a, b in blocks) <= config.draws:
@@ -166,6 +168,7 @@ def masks_of(request: Request, family: Family, config: LikelihoodConfig) -> Mask
 
 
 def all_sets(blocks: list[tuple[int, int]], n: int) -> Masks:
+    """Every set of every block, with the weight of the exact sum."""
     chosen = [
         (places, stop, 1 / (size * math.comb(stop - start, size)))
         for start, stop in blocks
@@ -173,8 +176,8 @@ def all_sets(blocks: list[tuple[int, int]], n: int) -> Masks:
         for places in itertools.combinations(range(start, stop), size)
     ]
     masked = torch.zeros(len(chosen), n, dtype=torch.bool)
-    for row, (places, _, _) in zip(masked, chosen, strict=True):
-        row[list(places)] = True
+    for i, (places, _, _) in enumerate(chosen):
+        masked[i, list(places)] = True
     _, stops, weights = zip(*chosen, strict=True)
     return Masks(masked, torch.tensor(stops), torch.tensor(weights, dtype=torch.float64), True)
 
@@ -182,6 +185,7 @@ def all_sets(blocks: list[tuple[int, int]], n: int) -> Masks:
 def sampled_sets(
     blocks: list[tuple[int, int]], n: int, number: int, config: LikelihoodConfig
 ) -> Masks:
+    """One set per draw, by Philox numbers of request `number`; integers in units of 2^-24."""
     draws, draw, place = config.draws, torch.arange(config.draws), torch.arange(n)
     key = {"seed": config.seed, "stream": Stream.RATE}
     point = (philox_u24(0, 0, number, **key) + (draw << 24) // draws) % ONE24 * n  # in 2^-24 tokens
@@ -209,13 +213,13 @@ def request_id(request: Request) -> int:
     return int.from_bytes(hashlib.sha256(ids.tobytes()).digest()[:7], "little")
 
 
-def rows(
+def sequences(
     request: Request, masks: Masks, family: Family, config: LikelihoodConfig
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
     """(number of the set, (ids, places to predict, their tokens)) of every set but empty ones."""
     prompt, response = (torch.tensor(list(part), dtype=torch.long) for part in request)
-    behind = prompt.new_full((canvas(request, family, config) - len(prompt) - len(response),), 0)
-    whole = torch.cat([prompt, response, behind + family.mask_id])
+    after = canvas(request, family, config) - len(prompt) - len(response)
+    whole = torch.cat([prompt, response, prompt.new_full((after,), family.mask_id)])
     at = len(prompt) + torch.arange(len(response))
     for i, (masked, stop) in enumerate(zip(masks.masked, masks.stop.tolist(), strict=True)):
         if masked.any():
@@ -224,10 +228,10 @@ def rows(
             yield i, (whole.index_fill(0, at[hidden], family.mask_id), at[masked], response[masked])
 
 
-def settle(backbone: Backbone, waiting: list) -> None:
-    """One forward: write the sum of log p of every waiting row where it belongs."""
-    ids, places, targets = zip(*(row for _, _, row in waiting), strict=True)
-    lengths = torch.tensor([len(row) for row in ids])
+def settle(backbone: Backbone, waiting: list[tuple]) -> None:
+    """One forward: write the sum of log p of every waiting sequence where it belongs."""
+    ids, places, targets = zip(*(sequence for _, _, sequence in waiting), strict=True)
+    lengths = torch.tensor([len(sequence) for sequence in ids])
     edges = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     owner = torch.repeat_interleave(torch.tensor([len(p) for p in places]))
     packed = [
@@ -255,6 +259,7 @@ def settle(backbone: Backbone, waiting: list) -> None:
 
 
 def estimate(masks: Masks, scores: np.ndarray) -> Estimate:
+    """The weighted sum over the sets, and its standard error."""
     parts = masks.weight.numpy() * scores
     count = len(parts)
     if masks.exact or count == 1:

@@ -1,4 +1,4 @@
-"""When two MATH answers are the same: first as normalised strings, then by math-verify.
+"""When two MATH answers are the same: first as normalized strings, then by math-verify.
 
 math-verify (sympy underneath) can hang or eat memory on what a model writes ("9^{9^{9}}"), and its
 own time limit needs SIGALRM, which only a main thread may use. So it runs in a child process that
@@ -27,7 +27,7 @@ _REWRITES = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:left|right|big|Big|bigg|Bigg)(?![a-zA-Z])|\\displaystyle(?![a-zA-Z])", ""),
     (r"(?<!\\)\\[!,;: ]|\\q?quad(?![a-zA-Z])|~|\u00a0", " "),
     (r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree(?![a-zA-Z])|\\?%|\\?\$", ""),
-    # A unit behind a value goes (with its power: cm^2); words that are the answer stay.
+    # A unit after a value goes (with its power: cm^2); words that are the answer stay.
     (r"(?<=[0-9a-zA-Z})\]])\s*" + _WORDS + r"\s*(?:\^\s*\{?\s*[0-9]\s*\}?)?\s*$", ""),
     (_WORDS, r"\1"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -45,7 +45,7 @@ _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:\{?,\}?[0-9]{3})+(?:\.[0-9]+)?")
 _NAMED = re.compile(r"[a-zA-Z](?:=|\\in(?![a-zA-Z]))(.+)")
 
 
-def normalise_math(answer: str) -> str:
+def normalize_math(answer: str) -> str:
     """One spelling for the usual variants of a LaTeX answer (after Hendrycks et al.'s grader).
 
     Idempotent: rewrites until nothing changes. Values are not touched ("0.50" stays).
@@ -63,8 +63,8 @@ def normalise_math(answer: str) -> str:
 
 
 def same_spelling(reference: str, answer: str) -> bool:
-    """Equal after normalisation; "x = 5" and "5" are equal if only one side names a variable."""
-    first, second = normalise_math(reference), normalise_math(answer)
+    """Equal after normalization; "x = 5" and "5" are equal if only one side names a variable."""
+    first, second = normalize_math(reference), normalize_math(answer)
     named = _NAMED.fullmatch(first), _NAMED.fullmatch(second)
     if (named[0] is None) != (named[1] is None):
         first = named[0][1] if named[0] else first
@@ -89,7 +89,7 @@ class MathVerifier:
         self._start()
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

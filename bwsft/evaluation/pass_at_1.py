@@ -1,7 +1,7 @@
-"""`bwsft evaluate`: Pass@1 of outputs on GSM8K- and MATH-shaped questions.
+"""Pass@1 of outputs on GSM8K- and MATH-shaped questions: the scoring of `bwsft evaluate`.
 
 Read outputs (or decode them) -> join references by question -> score every output under the ladder
-and under the paper's strict rule -> table, JSON, and a JSONL with every output.
+and under the paper's strict rule -> JSON, and a JSONL with every output.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from bwsft.evaluation.answer_files import (
     join,
     question_key,
     read_outputs,
-    read_records,
     read_references,
     refuse_foreign,
 )
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling
 from bwsft.utils.files import write_atomic
 
-if TYPE_CHECKING:  # it needs torch
+if TYPE_CHECKING:  # scoring a file takes no torch
     from bwsft.decoding.result import Decode
 
 
@@ -54,7 +53,7 @@ class EvaluateOptions:
 
 
 def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
-    """Score, print the table, write the files; returns the result (keys: `summarise`).
+    """Score outputs and write the files; returns the result (keys: `summarize`).
 
     `decode` gets the questions in order and is needed with `model`. Mistakes of the user raise
     ValueError, FileNotFoundError or, for MATH without math-verify, ImportError.
@@ -79,17 +78,16 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
         joined, conflicts = join(outputs, references)
         if not any(output.reference for output in joined):
             raise ValueError(_nothing_joined(options, joined, unused))
-        rows = score(joined, options.task, verifier)
+        records = score(joined, options.task, verifier)
 
-    result = {"run": run, **summarise(rows, options.task, options.strict)}
-    answered = {question_key(row["question"]) for row in rows}
+    result = {"run": run, **summarize(records, options.task, options.strict)}
+    answered = {question_key(record["question"]) for record in records}
     result["not_attempted"] = None if references is None else len(references.keys() - answered)
     result["conflicting_references"] = conflicts
     result |= {"unused_fields": unused, "source": header, "settings": settings, "saved": str(save)}
-    _write(save, "".join(json.dumps({"run": run, **row}) + "\n" for row in rows))
+    _write(save, "".join(json.dumps({"run": run, **record}) + "\n" for record in records))
     if options.json:
         _write(options.json, json.dumps(result, indent=2) + "\n")
-    print_report(result)
     return result
 
 
@@ -131,12 +129,13 @@ def _decoded(references: dict, limit: int | None, decode: Decode) -> list[Output
 
 
 def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None) -> list[dict]:
-    """One row per output; `correct` is the ladder's verdict, both verdicts None without reference.
+    """One record per output; `correct` is the ladder's verdict. Without a reference it and the
+    strict rule's are None.
 
     `verdict` says what decided: "number", "spelling", "math-verify", or "failed" where math-verify
     gave up (counted as wrong).
     """
-    rows, samples = [], Counter()
+    records, samples = [], Counter()
     for output in outputs:
         extract = scoring.extract_gsm8k if task == "gsm8k" else scoring.extract_math
         strict = scoring.strict_gsm8k if task == "gsm8k" else scoring.strict_math
@@ -146,16 +145,18 @@ def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None
             correct, verdict = _compare(output, answer, task, verifier)
             strict_correct = strict(output.text, output.reference)
         key = question_key(output.question)
-        rows.append({
+        records.append({
             "question": output.question, "sample": samples[key], "output": output.text,
             "extracted": answer, "reference": output.reference, "correct": correct,
             "strict_correct": strict_correct, "rung": rung, "verdict": verdict,
             "truncated": output.truncated, "tokens": output.tokens})
         samples[key] += 1
-    return rows
+    return records
 
 
-def _compare(output: Output, answer: str | None, task: str, verifier) -> tuple[bool, str]:
+def _compare(
+    output: Output, answer: str | None, task: str, verifier: MathVerifier | None
+) -> tuple[bool, str]:
     if task == "gsm8k":
         return scoring.numbers_equal(output.reference, answer), "number"
     if answer is None:
@@ -171,18 +172,18 @@ def _share(values: list) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def summarise(rows: list[dict], task: str, strict: bool = False) -> dict:
-    """Figures of scored rows. Accuracies are means over questions of the mean over samples.
+def summarize(records: list[dict], task: str, strict: bool = False) -> dict:
+    """Figures of scored records. Accuracies are means over questions of the mean over samples.
 
     ci95 is Wilson's interval over `count` questions (with several samples per question it is
     wider than need be). truncated, no_answer and mean_tokens are over all outputs with a
     reference; truncated and mean_tokens are None where no output says.
     """
-    scored = [row for row in rows if row["correct"] is not None]
+    scored = [record for record in records if record["correct"] is not None]
     groups: dict[str, list[dict]] = {}
-    for row in scored:
-        groups.setdefault(question_key(row["question"]), []).append(row)
-    rates = {rule: _share([_share([row[rule] for row in group]) for group in groups.values()])
+    for record in scored:
+        groups.setdefault(question_key(record["question"]), []).append(record)
+    rates = {rule: _share([_share([record[rule] for record in group]) for group in groups.values()])
              for rule in ("correct", "strict_correct")}
     headline = rates["strict_correct" if strict else "correct"]
     return {
@@ -195,82 +196,12 @@ def summarise(rows: list[dict], task: str, strict: bool = False) -> dict:
         "outputs": len(scored),
         "ladder_accuracy": rates["correct"],
         "strict_accuracy": rates["strict_correct"],
-        "disagreements": sum(row["correct"] != row["strict_correct"] for row in scored),
-        "truncated": _share([row["truncated"] for row in scored]),
-        "no_answer": _share([row["rung"] == "none" for row in scored]),
-        "mean_tokens": _share([row["tokens"] for row in scored]),
+        "disagreements": sum(record["correct"] != record["strict_correct"] for record in scored),
+        "truncated": _share([record["truncated"] for record in scored]),
+        "no_answer": _share([record["rung"] == "none" for record in scored]),
+        "mean_tokens": _share([record["tokens"] for record in scored]),
         "extractors": {rung: n for rung in scoring.RUNGS
-                       if (n := sum(row["rung"] == rung for row in scored))},
-        "verify_failures": sum(row["verdict"] == "failed" for row in scored),
-        "missing_reference": len(rows) - len(scored),
+                       if (n := sum(record["rung"] == rung for record in scored))},
+        "verify_failures": sum(record["verdict"] == "failed" for record in scored),
+        "missing_reference": len(records) - len(scored),
     }
-
-
-def compare(first: Path | str, second: Path | str, strict: bool = False) -> dict:
-    """Two JSONLs of `evaluate` on the same questions: McNemar's exact test on the pairs.
-
-    Returns count, accuracy_first, accuracy_second, only_first, only_second, p_value, unpaired.
-    """
-    field = "strict_correct" if strict else "correct"
-    sides = []
-    for path in (first, second):
-        verdicts: dict[str, bool] = {}
-        for number, row in enumerate(read_records(path)[0], 1):
-            typed = isinstance(row.get("question"), str) and row.get(field) in (True, False, None)
-            if not typed or field not in row:
-                raise ValueError(f"{path}: record {number} is no scored output (no {field})")
-            if row[field] is None:
-                continue
-            key = question_key(row["question"])
-            if key in verdicts:
-                raise ValueError(f"{path}: several outputs of one question can't be paired")
-            verdicts[key] = row[field]
-        sides.append(verdicts)
-    pairs = [(sides[0][key], sides[1][key]) for key in sides[0] if key in sides[1]]
-    if not pairs:
-        raise ValueError(f"{first} and {second} share no scored question")
-    only_first = sum(a and not b for a, b in pairs)
-    only_second = sum(b and not a for a, b in pairs)
-    return {
-        "count": len(pairs),
-        "accuracy_first": sum(a for a, _ in pairs) / len(pairs),
-        "accuracy_second": sum(b for _, b in pairs) / len(pairs),
-        "only_first": only_first,
-        "only_second": only_second,
-        "p_value": scoring.mcnemar(only_first, only_second),
-        "unpaired": len(sides[0]) + len(sides[1]) - 2 * len(pairs),
-    }
-
-
-def print_report(result: dict) -> None:
-    """The result as a table on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    def percent(share: float | None) -> str:
-        return "unknown" if share is None else f"{100 * share:.2f} %"
-
-    low, high = result["ci95"]
-    count = result["count"]
-    table = Table(title=f"Pass@1 on {result['task']}", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for rule in ("ladder", "strict"):
-        interval = f"  [{100 * low:.2f}, {100 * high:.2f}]" if rule == result["rule"] else ""
-        table.add_row(f"accuracy, {rule} rule", percent(result[f"{rule}_accuracy"]) + interval)
-    table.add_row("questions scored", str(count))
-    for name in ("disagreements", "truncated", "no_answer", "mean_tokens", "missing_reference",
-                 "not_attempted", "conflicting_references", "verify_failures"):
-        value = result[name]
-        if name in ("truncated", "no_answer"):
-            value = percent(value)
-        if value not in (None, 0):
-            table.add_row(name.replace("_", " "), f"{value:.1f}" if isinstance(value, float)
-                          else str(value))
-    for rung, number in result["extractors"].items():
-        table.add_row(f"answers from: {rung}", str(number))
-    console = Console()
-    console.print(table)
-    if result["unused_fields"]:
-        console.print("fields not read: " + ", ".join(result["unused_fields"]), markup=False)
-    console.print(f"every output: {result['saved']}", markup=False, soft_wrap=True)

@@ -24,6 +24,7 @@ from bwsft.training.metrics import read_log
 from bwsft.utils.files import write_atomic
 
 METERED = 4  # updates under the FLOP counter
+TIMED = 8  # updates on the clock, after those
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Folder name: readable front, digest of every setting behind it."""
+        """Folder name: a readable front, then a digest of every setting."""
         config = self.config
         mode = config.context
         if config.draws_per_context > 1:
@@ -70,19 +71,17 @@ def read(folder: Path, cell: Cell) -> dict:
 
 
 def missing(folder: Path, cell: Cell, wanted: tuple[str, ...]) -> list[str]:
+    """Those of the wanted measures that are not taken yet."""
     done = read(folder, cell)
     return [m for m in wanted if m not in done["measures"]]
 
 
-def run(folder: Path, cell: Cell, wanted: tuple[str, ...], exam: measures.Exam) -> str:
+def run(folder: Path, cell: Cell, wanted: tuple[str, ...], tests: measures.TestSet) -> str:
     """Train the cell if it isn't, and measure what is wanted; its output goes to CELL.log.
 
     Meant for a process of its own. Returns the cell's key.
     """
-    import torch
-
-    if cell.config.device == "cpu" or not torch.cuda.is_available():
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    set_threads(cell.config)
     path = folder / f"{cell.key}.json"
     with (
         open(folder / f"{cell.key}.log", "a", encoding="utf-8") as log,
@@ -92,15 +91,25 @@ def run(folder: Path, cell: Cell, wanted: tuple[str, ...], exam: measures.Exam) 
         done = read(folder, cell)
         if cell.trained and "train" not in done:
             done["config"] = json.loads(c.to_json(cell.config))
+            began = time.process_time()
             done["train"] = train_cell(folder / cell.key, cell.config)
+            done["train"]["cpu_seconds"] = round(time.process_time() - began, 1)
             write_atomic(path, json.dumps(done, indent=1) + "\n")
         source = str(folder / cell.key) if cell.trained else cell.config.model
         for name in missing(folder, cell, wanted):
             began = time.process_time()
-            value = measures.measure(name, source, cell, exam, folder)
+            value = measures.measure(name, source, cell.config, tests, str(folder / cell.key))
             done["measures"][name] = {**value, "cpu_seconds": round(time.process_time() - began, 1)}
             write_atomic(path, json.dumps(done, indent=1) + "\n")
     return cell.key
+
+
+def set_threads(config: c.Config) -> None:
+    """One thread on a CPU: cells run side by side."""
+    import torch
+
+    if config.device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def train_cell(out: Path, config: c.Config) -> dict:
@@ -124,8 +133,9 @@ def train_cell(out: Path, config: c.Config) -> dict:
     }
 
 
-def meter(config: c.Config) -> dict:
-    """FLOPs and tokens of an update, counted over the first few of a training that is thrown away.
+def meter(config: c.Config, timed: bool = False) -> dict:
+    """FLOPs, tokens and, if `timed`, CPU seconds of an update, taken on the first few of a training
+    that is thrown away.
 
     Rates and blocks vary from update to update; FLOPs per token hardly do.
     """
@@ -134,10 +144,17 @@ def meter(config: c.Config) -> dict:
     from bwsft.training.trainer import train_step
     from bwsft.utils.flops import flop_counter
 
+    set_threads(config)
+    seconds = []
     with tempfile.TemporaryDirectory() as scratch:
         config = dataclasses.replace(config, out=str(Path(scratch) / "run"))
         run = setup(config, *open_run(config))
         with flop_counter() as flops:
             steps = [train_step(run, i) for i in range(METERED)]
+        for i in range(METERED, METERED + TIMED if timed else METERED):
+            began = time.process_time()
+            train_step(run, i)
+            seconds.append(time.process_time() - began)
     tokens = sum(step.tokens for step in steps)
-    return {"flops_per_token": flops.get_total_flops() / tokens, "tokens": tokens / METERED}
+    found = {"flops_per_token": flops.get_total_flops() / tokens, "tokens": tokens / METERED}
+    return {**found, "cpu_seconds": statistics.median(seconds)} if timed else found

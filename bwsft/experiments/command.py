@@ -14,9 +14,11 @@ from rich.table import Table
 
 from bwsft import config as c
 from bwsft.data.word_problems import largest_operand
-from bwsft.experiments import scales
-from bwsft.experiments.measures import Exam
+from bwsft.experiments import report, scales
+from bwsft.experiments.estimate import print_plan
+from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import PILOT_SEED, PLANS, Plan
+from bwsft.experiments.runner import run_plan, with_updates
 from bwsft.experiments.scales import Scale
 from bwsft.utils.files import write_atomic
 
@@ -29,9 +31,9 @@ class ExperimentOptions:
 
     name: Annotated[Name, tyro.conf.Positional]
     """Which comparison."""
-    scale: Literal["mini", "gsm8k", "8b"] = "mini"
-    """mini: the embedded base on generated problems, on a CPU; gsm8k: the same on GSM8K-shaped
-    --data; 8b: LLaDA-8B-Instruct on a GPU."""
+    scale: Literal["mini", "debug", "gsm8k", "8b"] = "mini"
+    """mini: the embedded base on generated problems, on a CPU; debug: easier problems, in larger
+    updates; gsm8k: GSM8K-shaped --data; 8b: LLaDA-8B-Instruct on a GPU."""
     preset: Literal["paper", "released", "llada-8b-lora"] = "paper"
     """Settings of the 8b scale."""
     dry_run: bool = False
@@ -44,6 +46,8 @@ class ExperimentOptions:
     """Seeds per arm; default 5 (mini) or 3 (8b)."""
     steps: int | None = None
     """Updates of an arm, instead of the scale's."""
+    seconds: float = 40
+    """context-modes: CPU seconds that the updates of an arm take, as measured on a few."""
     jobs: int = 1
     """Cells that run at the same time, each on one CPU core; 1 on a GPU."""
     model: str | None = None
@@ -69,20 +73,17 @@ def run_experiment(options: ExperimentOptions) -> int:
         seeds = [PILOT_SEED + seed for seed in range(options.seeds or 1)]
     for arm in plan.arms:
         c.validate(arm.config)
+        if arm.cpu_seconds is not None and options.scale == "8b":
+            raise ValueError("context-modes gives all arms equal CPU seconds: take another --scale")
     if options.dry_run:
-        from bwsft.experiments.estimate import print_plan
-
         print_plan(plan, scale, seeds)
         return 0
-    exam = chosen_exam(options, scale)
+    tests = chosen_test_set(options, scale)
     out = Path(options.out or f"runs/experiments-{scale.name}")
 
-    from bwsft.experiments import report
-    from bwsft.experiments.runner import run_plan
-
     write_plan(plan, scale, seeds, out)
-    rows = run_plan(plan, seeds, out, exam, options.jobs)
-    finished = report.Finished(plan, scale, seeds, exam, rows)
+    arms = run_plan(plan, seeds, out, tests, options.jobs)
+    finished = report.Finished(plan, scale, seeds, tests, arms)
     page = report.write(finished, Path(options.report or out / "reports"))
     show(finished)
     print(f"report: {page}")
@@ -90,22 +91,19 @@ def run_experiment(options: ExperimentOptions) -> int:
 
 
 def chosen_scale(options: ExperimentOptions) -> Scale:
-    if options.scale == "8b":
-        scale = scales.eight_b(options.preset)
-    else:
-        scale = {"mini": scales.mini, "gsm8k": scales.gsm8k}[options.scale]()
-    changes = {"model": options.model, "data": options.data, "steps": options.steps}
+    """The scale with what the options change in it."""
+    made = {"mini": scales.mini, "debug": scales.debug, "gsm8k": scales.gsm8k}
+    scale = made[options.scale]() if options.scale in made else scales.eight_b(options.preset)
+    changes = {"model": options.model, "data": options.data}
     changes = {key: value for key, value in changes.items() if value is not None}
     base = dataclasses.replace(scale.base, **changes)
     if options.steps is not None:
-        evals = base.eval
-        if evals.every:
-            evals = dataclasses.replace(evals, every=max(options.steps // 10, 1))
-        base = dataclasses.replace(base, save_every=options.steps, eval=evals)
-    return dataclasses.replace(scale, base=base)
+        base = with_updates(base, options.steps)
+    return dataclasses.replace(scale, base=base, cpu_seconds=options.seconds)
 
 
-def chosen_exam(options: ExperimentOptions, scale: Scale) -> Exam:
+def chosen_test_set(options: ExperimentOptions, scale: Scale) -> TestSet:
+    """What the cells are evaluated on. ValueError for a file that is missing or not there."""
     for task in scale.tasks:
         if task != "solved" and getattr(options, task) is None:
             raise ValueError(f"--scale {scale.name} measures {task}: give --{task} FILE")
@@ -119,12 +117,12 @@ def chosen_exam(options: ExperimentOptions, scale: Scale) -> Exam:
     for path in filter(None, (options.nelbo_data, options.gsm8k, options.math)):
         if not Path(path).is_file():
             raise ValueError(f"{path} is not a file")
-    return Exam(
+    return TestSet(
         problems=options.problems,
         gsm8k=options.gsm8k,
         math=options.math,
         nelbo_data=options.nelbo_data,
-        batch_size=50 if scale.name == "mini" else 10,
+        batch_size=10 if scale.name in ("gsm8k", "8b") else 50,
     )
 
 
@@ -138,20 +136,12 @@ def write_plan(plan: Plan, scale: Scale, seeds: list[int], out: Path) -> None:
     write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
-def show(finished) -> None:
+def show(finished: report.Finished) -> None:
     """The report's table on the terminal."""
-    from bwsft.experiments.report import label, spread
-
-    names = finished.measures
+    heads, *arms = report.table(finished, brief=True)
     table = Table(title=finished.plan.title)
-    for column in ("arm", "updates", "TFLOP", *(label(name) for name in names)):
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for row in finished.rows:
-        updates = row.trained("updates")
-        table.add_row(
-            row.name,
-            "-" if updates is None else f"{updates:,.0f}",
-            "-" if row.flops is None else f"{row.flops / 1e12:,.2f}",
-            *(spread(row.values(n), percent=not n.startswith(("nelbo", "pilot"))) for n in names),
-        )
+    for head in heads:
+        table.add_column(head, justify="left" if head == "arm" else "right")
+    for texts in arms:
+        table.add_row(*texts)
     Console().print(table)

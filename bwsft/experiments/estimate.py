@@ -12,10 +12,10 @@ from rich.table import Table
 from bwsft import config as c
 from bwsft.experiments.plans import Arm, Plan
 from bwsft.experiments.scales import Scale
-from bwsft.utils.flops import Cost
+from bwsft.utils.flops import Cost, TrainingCost
 
 PAPER_TOKENS_PER_S = 5100  # one A100, the paper's figure for LLaDA-8B with LoRA
-A100_FLOPS, UTILISATION = 312e12, 0.4
+A100_FLOPS, UTILIZATION = 312e12, 0.4
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Estimate:
     @property
     def flop_hours(self) -> float:
         """At 40 % of an A100's dense bf16 peak."""
-        return self.flops / (A100_FLOPS * UTILISATION) / 3600
+        return self.flops / (A100_FLOPS * UTILIZATION) / 3600
 
 
 def shape_of(config: c.Config) -> Cost:
@@ -51,8 +51,8 @@ def shape_of(config: c.Config) -> Cost:
     return Cost(found.d_model, found.n_layers, found.mlp_hidden_size, found.vocab_size)
 
 
-def row_tokens(config: c.Config) -> tuple[float, float]:
-    """(prompt, canvas behind it) of a nominal row: half of max_length is prompt."""
+def sequence_tokens(config: c.Config) -> tuple[float, float]:
+    """(prompt, canvas after it) in tokens of a nominal sequence: half of max_length is prompt."""
     prompt = config.max_length / 2
     if config.dataset.canvas == "fixed":
         return prompt, config.gen_length
@@ -60,50 +60,36 @@ def row_tokens(config: c.Config) -> tuple[float, float]:
 
 
 def update_flops(config: c.Config, shape: Cost, prompt: float, canvas: float) -> float:
-    """FLOPs of one update with rows of `prompt` + `canvas` tokens, forward and backward.
-
-    A frozen matrix costs as much backward as forward, a trained one twice; attention's scores cost
-    twice. Half of the supervised region bears loss on average. Adapters cost three forwards.
-    """
-    length, adapted = prompt + canvas, config.lora.rank > 0
-    back = 1 if adapted else 2
-    objective, draws = config.objective.name, config.draws_per_context
-    block = min(config.block_size, canvas)
-    if objective == "blockwise" and config.context == "block_causal":
-        rows = prompt + 2 * canvas
-        once = (1 + back) * (shape.active(rows, rows) + shape.head(canvas / 2))
-        return config.batch_size * (once + adapters(config, shape) * 3 * rows)
-    if objective == "blockwise" and config.context == "cached":
-        draw = (1 + back) * (shape.active(block, length) + shape.head(block / 2))
-        draw += adapters(config, shape) * 3 * block
-        return config.batch_size * (shape.whole(length) + draws * draw)
-    if objective == "blockwise":
-        once = (1 + back) * (shape.whole(length, block) + shape.head(block / 2))
-        return config.batch_size * draws * (once + adapters(config, shape) * 3 * length)
-    forward = shape.whole(length) + shape.head(canvas / 2)
-    once = (1 + back) * forward + adapters(config, shape) * 3 * length
-    rows = 2 if objective == "rdm" and config.objective.rdm.coupled else 1
-    extra = forward if objective == "two_step" else 0
-    return config.batch_size * (rows * once + extra)
+    """FLOPs of one update on sequences of `prompt` + `canvas` tokens, forward and backward."""
+    length, frozen = prompt + canvas, config.lora.rank > 0
+    cost = TrainingCost(shape, 2 if frozen else 3, adapters(config, shape), dense=True)
+    objective, block = config.objective, min(config.block_size, canvas)
+    if objective.name == "blockwise":
+        draws = config.draws_per_context
+        sequence = cost.blockwise(config.context, prompt, canvas, block, draws)
+    else:
+        copies = 2 if objective.name == "rdm" and objective.rdm.coupled else 1
+        sequence = copies * cost.full(length, canvas / 2)
+    if objective.name == "two_step":
+        sequence += shape.whole(length) + shape.head(canvas / 2)
+    return config.batch_size * sequence
 
 
 def adapters(config: c.Config, shape: Cost) -> float:
     """Forward FLOPs of the adapters per token."""
-    if not config.lora.rank:
-        return 0
     # The released list hits q, k, v and up; all are q, k, v, out and gate, up, down.
     square, mlp = (3, 1) if config.lora.targets == "released" else (4, 3)
-    widths = square * 2 * shape.d + mlp * (shape.d + shape.mlp)
-    return 2 * shape.layers * config.lora.rank * widths
+    return shape.adapters(config.lora.rank, square, mlp)
 
 
 def estimate(arm: Arm, plan: Plan) -> Estimate | None:
-    """One cell of an arm; None for the untouched base. Traversals are reckoned from the examples
-    that --dataset.limit leaves, in full canvases."""
-    if not arm.trained:
+    """One cell of an arm; None for the untouched base, and for an arm whose updates are as many as
+    fit into a time. Traversals are reckoned from the examples that --dataset.limit leaves, in full
+    canvases."""
+    if not arm.trained or arm.cpu_seconds is not None:
         return None
     config, shape = arm.config, shape_of(arm.config)
-    prompt, canvas = row_tokens(config)
+    prompt, canvas = sequence_tokens(config)
     per_update = update_flops(config, shape, prompt, canvas)
     updates = config.steps
     if arm.equal_flops_of is not None:
@@ -120,7 +106,7 @@ def estimate(arm: Arm, plan: Plan) -> Estimate | None:
 
 def print_plan(plan: Plan, scale: Scale, seeds: list[int]) -> None:
     """The plan as a table, then its claims."""
-    prompt, canvas = row_tokens(scale.base)
+    prompt, canvas = sequence_tokens(scale.base)
     table = Table(title=f"{plan.title} ({scale.name}), {len(seeds)} seeds")
     for head in ("arm", "updates", "tokens", "TFLOP", "h at 5.1k tok/s", "h at 40 % A100"):
         table.add_column(head, justify="left" if head == "arm" else "right")

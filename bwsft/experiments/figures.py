@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import io
 import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from bwsft.experiments.results import Measured
 from bwsft.experiments.statistics import mean_error
 
+if TYPE_CHECKING:  # a report draws its figure here; matplotlib takes a second
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def draw(finished) -> bytes:
+    from bwsft.experiments.report import Finished
+
+
+def draw(finished: Finished) -> bytes:
     """PNG of a finished experiment."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     shapes = {
         "block-grid": heat_maps,
-        "prefix-noise": shares,
-        "suffix-leak": shares,
-        "equal-tokens": traversals,
+        "prefix-noise": lines,
+        "suffix-leak": lines,
+        "equal-tokens": lines,
         "dynamics": curves,
     }
-    figure = shapes.get(finished.plan.name, dots)(plt, finished)
     out = io.BytesIO()
-    figure.savefig(out, dpi=110, format="png")
-    plt.close(figure)
+    shapes.get(finished.plan.name, dots)(finished).savefig(out, dpi=110, format="png")
     return out.getvalue()
 
 
-def shown_measures(finished) -> list[str]:
+def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure of so many axes side by side; sizes of the whole in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def shown_measures(finished: Finished) -> list[str]:
     """NELBO at the scale's block size, or the first there is, and every exact match."""
     own = f"nelbo@{finished.scale.block_size}"
     names = finished.measures
@@ -44,16 +54,15 @@ def axis_label(name: str) -> str:
     return f"{kind} at B {block}"
 
 
-def dots(plt, finished):
-    """One line per arm, a dot per seed and a bar at the mean. A base that lies far off is written
-    at the edge: the axis belongs to the trained arms."""
-    names, rows = shown_measures(finished), finished.rows
-    size = (4.2 * len(names) + 1.5, 0.35 * len(rows) + 1.2)
-    figure, axes = plt.subplots(1, len(names), figsize=size, squeeze=False, layout="constrained")
-    for axis, name in zip(axes[0], names, strict=True):
-        trained = [v for row in rows if row.flops for v in row.values(name) or ()]
-        for place, row in enumerate(rows):
-            if (values := row.values(name)) is None:
+def dots(finished: Finished) -> Figure:
+    """One line per arm, a dot per seed and a bar at the mean. A base that is far off is written at
+    the edge: the axis belongs to the trained arms."""
+    names, arms = shown_measures(finished), finished.arms
+    figure, axes = panels(len(names), 4.2 * len(names) + 1.5, 0.35 * len(arms) + 1.2)
+    for axis, name in zip(axes, names, strict=True):
+        trained = [v for arm in arms if arm.flops for v in arm.values(name) or ()]
+        for place, arm in enumerate(arms):
+            if (values := arm.values(name)) is None:
                 continue
             if far_off(values[0], trained):
                 edge, side = (0.98, "right") if values[0] > max(trained) else (0.02, "left")
@@ -62,8 +71,8 @@ def dots(plt, finished):
                 continue
             axis.plot(values, [place] * len(values), "o", alpha=0.5, color="tab:blue")
             axis.plot([statistics.fmean(values)] * 2, [place - 0.3, place + 0.3], color="black")
-        axis.set_yticks(range(len(rows)), [row.name for row in rows])
-        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.set_yticks(range(len(arms)), [arm.name for arm in arms])
+        axis.set_ylim(len(arms) - 0.5, -0.5)
         axis.set_xlabel(axis_label(name))
         axis.grid(axis="x", alpha=0.3)
     return figure
@@ -75,95 +84,69 @@ def far_off(value: float, trained: list[float]) -> bool:
     return not min(trained) - room <= value <= max(trained) + room
 
 
-def base_line(axis, base: float, rows, name: str) -> None:
-    """The untouched base as a dashed line, or as a number in the legend if it lies far off."""
-    if far_off(base, [v for row in rows for v in row.values(name)]):
+def base_line(axis: Axes, base: float, arms: Sequence[Measured], name: str) -> None:
+    """The untouched base as a dashed line, or as a number in the legend if it is far off."""
+    if far_off(base, [v for arm in arms for v in arm.values(name)]):
         axis.plot([], [], ls="--", color="0.5", label=f"base: {base:.3f}, off the axis")
     else:
         axis.axhline(base, ls="--", color="0.5", label="base")
 
 
-def heat_maps(plt, finished):
+def heat_maps(finished: Finished) -> Figure:
     """Training block size against decoding block size, one map per kind of measure."""
+    from matplotlib.patheffects import withStroke
+
+    outline = [withStroke(linewidth=2, foreground="black")]
     grid, kinds = finished.scale.grid, ("nelbo", *finished.scale.tasks)
-    figure, axes = plt.subplots(
-        1, len(kinds), figsize=(4.6 * len(kinds), 4), squeeze=False, layout="constrained"
-    )
-    rows = {row.name: row for row in finished.rows}
-    for axis, kind in zip(axes[0], kinds, strict=True):
+    figure, axes = panels(len(kinds), 4.6 * len(kinds), 4)
+    arms = {arm.name: arm for arm in finished.arms}
+    for axis, kind in zip(axes, kinds, strict=True):
         means = [
-            [statistics.fmean(rows[f"B {a}"].values(f"{kind}@{b}")) for b in grid] for a in grid
+            [statistics.fmean(arms[f"B {a}"].values(f"{kind}@{b}")) for b in grid] for a in grid
         ]
-        reverse = "" if kind == "nelbo" else "_r"
-        axis.imshow(means, cmap=f"viridis_r{reverse}".replace("_r_r", ""))
+        axis.imshow(means, cmap="viridis_r" if kind == "nelbo" else "viridis")
         for i, line in enumerate(means):
             for j, value in enumerate(line):
                 text = f"{value:.4f}" if kind == "nelbo" else f"{value:.1%}"
-                axis.text(j, i, text, ha="center", va="center", color="white", fontsize=9)
-                axis.texts[-1].set_path_effects(outline())
+                style = {"color": "white", "fontsize": 9, "path_effects": outline}
+                axis.text(j, i, text, ha="center", va="center", **style)
         axis.set_xticks(range(len(grid)), grid)
         axis.set_yticks(range(len(grid)), grid)
         axis.set(xlabel="decoded at B", ylabel="trained at B", title=kind)
     return figure
 
 
-def outline() -> list:
-    from matplotlib import patheffects
-
-    return [patheffects.withStroke(linewidth=2, foreground="black")]
-
-
-def shares(plt, finished):
-    """A measure against the share of noise."""
+def lines(finished: Finished) -> Figure:
+    """A measure against the share of noise, or against the number of traversals with a line per
+    objective; means with standard errors."""
     names = shown_measures(finished)
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(4.6 * len(names), 3.4), squeeze=False, layout="constrained"
-    )
-    base, *rest = finished.rows
-    at = [float(row.name.rstrip("%")) for row in rest]
-    for axis, name in zip(axes[0], names, strict=True):
-        series(axis, at, [row.values(name) for row in rest], "trained")
-        base_line(axis, base.values(name)[0], rest, name)
-        axis.set(xlabel=f"{finished.plan.name}, %", ylabel=axis_label(name))
-        axis.legend()
-    return figure
-
-
-def traversals(plt, finished):
-    """A measure against the number of traversals, a line per objective."""
-    names = shown_measures(finished)
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(5 * len(names), 3.8), squeeze=False, layout="constrained"
-    )
-    base, *rest = finished.rows
-    groups: dict[str, list] = {}
-    for row in rest:
-        name, _, tau = row.name.partition(", tau ")
-        groups.setdefault(name, []).append((int(tau), row))
-    for axis, name in zip(axes[0], names, strict=True):
+    figure, axes = panels(len(names), 4.8 * len(names), 3.6)
+    base, *rest = finished.arms
+    groups: dict[str, list[tuple[float, Measured]]] = {}
+    for arm in rest:  # "25%", or "blockwise, tau 2"
+        name, _, tau = arm.name.partition(", tau ")
+        at = (name, float(tau)) if tau else ("trained", float(name.rstrip("%")))
+        groups.setdefault(at[0], []).append((at[1], arm))
+    what = "traversals" if "trained" not in groups else f"{finished.plan.name}, %"
+    for axis, name in zip(axes, names, strict=True):
         for label, members in groups.items():
-            taus, rows = zip(*sorted(members, key=lambda m: m[0]), strict=True)
-            series(axis, taus, [row.values(name) for row in rows], label)
+            means, errors = zip(*(mean_error(arm.values(name)) for _, arm in members), strict=True)
+            errors = [0 if error != error else error for error in errors]
+            places = [at for at, _ in members]
+            axis.errorbar(places, means, errors, fmt="o-", capsize=3, label=label)
         base_line(axis, base.values(name)[0], rest, name)
-        axis.set(xlabel="traversals", ylabel=axis_label(name), xticks=sorted({1, 2, 3}))
+        axis.set(xlabel=what, ylabel=axis_label(name), xticks=places)
         axis.legend(fontsize=8)
     return figure
 
 
-def series(axis, at, columns, label) -> None:
-    """Means with standard errors."""
-    pairs = [mean_error(values) for values in columns]
-    errors = [0 if error != error else error for _, error in pairs]
-    axis.errorbar(at, [mean for mean, _ in pairs], errors, fmt="o-", capsize=3, label=label)
-
-
-def curves(plt, finished):
+def curves(finished: Finished) -> Figure:
     """Held-out NELBO of every seed along the run, against updates and supervised tokens."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for color, row in zip(("tab:gray", "tab:blue", "tab:red"), finished.rows, strict=False):
-        for i, cell in enumerate(row.cells):
+    figure, axes = panels(2, 10, 3.8)
+    for color, arm in zip(("tab:gray", "tab:blue", "tab:red"), finished.arms, strict=False):
+        for i, cell in enumerate(arm.cells):
             steps, values = zip(*cell["train"]["evals"], strict=True)
-            label = row.name if i == 0 else None
+            label = arm.name if i == 0 else None
             axes[0].plot(steps, values, color=color, alpha=0.6, label=label)
             per_update = cell["train"]["supervised_tokens"] / cell["train"]["updates"]
             tokens = [step * per_update for step in steps]
@@ -172,5 +155,3 @@ def curves(plt, finished):
         axis.set(xlabel=what, ylabel="held-out NELBO, nats per token")
         axis.legend()
     return figure
-
-

@@ -15,20 +15,20 @@ from pathlib import Path
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import Trained, load_trained
-from bwsft.data import word_problems as wordproblems
+from bwsft.data import word_problems
 from bwsft.data.dataset import DataOptions, load_set
 from bwsft.data.packing import pack
+from bwsft.evaluation.exact_match import TEST_SEED, solve
 from bwsft.objectives.nelbo import HeldOut
 from bwsft.training.context_modes import make_mode
 from bwsft.training.run_data import layout_of
 
-TEST_SEED = 1  # of the generated problems
-EXAM_MASKS = 4242  # seed of the held-out masks, which no run uses
+TEST_MASKS = 4242  # seed of the held-out masks, which no run uses
 
 
 @dataclass(frozen=True)
-class Exam:
-    """What all cells of a folder are examined on."""
+class TestSet:
+    """What all cells of a folder are evaluated on."""
 
     problems: int = 100
     """Generated test problems that are decoded, and on which the NELBO is taken."""
@@ -44,35 +44,38 @@ class Exam:
     """Sequences scored or decoded together."""
 
 
-def measure(name: str, source: str | None, cell, exam: Exam, folder: Path) -> dict:
-    """Take one measure of the model `source` (a run folder; None: the embedded base)."""
+def measure(name: str, source: str | None, config: c.Config, tests: TestSet, stem: str) -> dict:
+    """Take one measure of the model `source` (a run folder; None: the embedded base). Answers go to
+    files whose names begin with `stem`."""
     kind, _, block = name.partition("@")
-    config = dataclasses.replace(cell.config, block_size=int(block))
+    config = dataclasses.replace(config, block_size=int(block))
     if kind in ("nelbo", "pilot"):
         trained = load_trained(source, device=config.device)
-        return {"value": held_out_nelbo(trained, config, exam, pilot=kind == "pilot")}
+        return {"value": held_out_nelbo(trained, config, tests, pilot=kind == "pilot")}
     if kind == "solved":
-        return solved(load_trained(source, device=config.device), config, exam)
-    return answers(kind, source, config, exam, folder / f"{cell.key}-{kind}-b{block}")
+        return solved(load_trained(source, device=config.device), config, tests)
+    return answers(kind, source, config, tests, Path(f"{stem}-{kind}-b{block}"))
 
 
 def test_problems(count: int, data: str | None = None, pilot: bool = False) -> list[dict]:
     """Problems of the test split, generated as the training's were; the numbers of a problem decide
     which half it is in."""
-    largest = wordproblems.largest_operand(data)
-    asked = wordproblems.generate(4 * count, TEST_SEED, split="test", largest=largest)
+    largest = word_problems.largest_operand(data)
+    asked = word_problems.generate(4 * count, TEST_SEED, split="test", largest=largest)
     half = [p for p in asked if sum(map(int, re.findall(r"\d+", p["query"]))) % 2 == int(pilot)]
     assert len(half) >= count
     return half[:count]
 
 
-def held_out_nelbo(trained: Trained, config: c.Config, exam: Exam, pilot: bool = False) -> float:
+def held_out_nelbo(
+    trained: Trained, config: c.Config, tests: TestSet, pilot: bool = False
+) -> float:
     """Nats per response token in the cell's own context mode, the same masks for all cells. End
     tokens that fill a block don't count: at another block size there would be others."""
     from bwsft.objectives.blockwise import mask_spec
 
     family = trained.backbone.family
-    records = exam.nelbo_data or test_problems(exam.problems, config.data, pilot)
+    records = tests.nelbo_data or test_problems(tests.problems, config.data, pilot)
     options = DataOptions(
         template=config.dataset.template, max_length=config.max_length,
         gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
@@ -80,25 +83,23 @@ def held_out_nelbo(trained: Trained, config: c.Config, exam: Exam, pilot: bool =
     examples = load_set(records, trained.tokenizer, options)
     # A decoder's canvas, whatever the training's was.
     layout = dataclasses.replace(layout_of(config, family), canvas="fixed", fill=False)
-    indices = range(min(exam.problems, len(examples)))
+    indices = range(min(tests.problems, len(examples)))
     batches = [
-        pack([examples.example(i) for i in indices[start : start + exam.batch_size]], layout)
-        for start in range(0, len(indices), exam.batch_size)
+        pack([examples.example(i) for i in indices[start : start + tests.batch_size]], layout)
+        for start in range(0, len(indices), tests.batch_size)
     ]
-    spec = dataclasses.replace(mask_spec(config, family), seed=EXAM_MASKS)
-    held_out = HeldOut(spec=spec, count=exam.draws)
+    spec = dataclasses.replace(mask_spec(config, family), seed=TEST_MASKS)
+    held_out = HeldOut(spec=spec, count=tests.draws)
     device = next(trained.backbone.parameters()).device
     mode = make_mode(config, family, trained.backbone, held_out, device)
     mode = dataclasses.replace(mode, autocast=contextlib.nullcontext, even=False)
     return held_out.nelbo(mode.score, batches)
 
 
-def solved(trained: Trained, config: c.Config, exam: Exam) -> dict:
+def solved(trained: Trained, config: c.Config, tests: TestSet) -> dict:
     """Exact match on generated problems, one token a step; `each` keeps every problem's result."""
-    from bwsft.commands.demo import solve
-
-    problems = test_problems(exam.problems, config.data)
-    right, found = solve(trained, problems, config, "exam", config.context)
+    problems = test_problems(tests.problems, config.data)
+    right, found = solve(trained, problems, config, "test set", config.context)
     return {
         "value": sum(right) / len(right),
         "each": "".join("01"[ok] for ok in right),
@@ -106,17 +107,17 @@ def solved(trained: Trained, config: c.Config, exam: Exam) -> dict:
     }
 
 
-def answers(task: str, source: str | None, config: c.Config, exam: Exam, stem: Path) -> dict:
+def answers(task: str, source: str | None, config: c.Config, tests: TestSet, stem: Path) -> dict:
     """Pass@1 on an answer file at fixed decoder settings: greedy, one token a step."""
     from bwsft.decoding.pipeline import DecoderOptions, make_decoder
     from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
-    file = getattr(exam, task)
+    file = getattr(tests, task)
     if file is None:
         raise ValueError(f"measuring {task} needs --{task} FILE")
     options = DecoderOptions(
         gen_length=config.gen_length, block_size=config.block_size, context=config.context,
-        template=config.dataset.template, batch_size=exam.batch_size, device=config.device,
+        template=config.dataset.template, batch_size=tests.batch_size, device=config.device,
     )  # fmt: skip
     asked = EvaluateOptions(
         task=task, model=Path(source or "embedded"), data=Path(file),

@@ -1,6 +1,6 @@
-"""What each experiment of the paper compares, and what would count as reproducing it.
+"""What each experiment compares, and what would count as reproducing the paper.
 
-An `Arm` is one row: a training config and what is measured on its result. A `Claim` is one sentence
+An `Arm` is one way to train: a config and what is measured on its result. A `Claim` is one sentence
 of the paper as a contrast of measures, written down with the plan: two sets of (arm, measure), and
 which should be smaller.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from bwsft import config as c
 from bwsft.experiments.scales import Scale
@@ -17,7 +19,7 @@ from bwsft.experiments.scales import Scale
 
 @dataclass(frozen=True)
 class Arm:
-    """One row of an experiment; cells are its seeds."""
+    """One training that is compared; its cells are its seeds."""
 
     name: str
     config: c.Config
@@ -30,11 +32,13 @@ class Arm:
     """Updates are scaled so that the FLOPs equal this arm's."""
     traversals: int | None = None
     """Updates are those of so many traversals of the data."""
+    cpu_seconds: float | None = None
+    """Updates are as many as take this time."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The mean of `smaller` lies below the mean of `larger`, each a tuple of (arm, measure)."""
+    """The mean of `smaller` is below the mean of `larger`, each a tuple of (arm, measure)."""
 
     text: str
     smaller: tuple[tuple[str, str], ...]
@@ -61,7 +65,7 @@ PILOT_RATES = (1e-3, 3e-3, 1e-2)
 PILOT_SEED = 1000
 
 
-def with_objective(scale: Scale, name: str, **changes) -> c.Config:
+def with_objective(scale: Scale, name: str, **changes: Any) -> c.Config:
     """The scale's config with an objective and without the options of others."""
     config = dataclasses.replace(scale.base, **changes)
     objective = dataclasses.replace(config.objective, name=name)
@@ -93,7 +97,7 @@ def better(scale: Scale, name: str, other: str) -> list[Claim]:
     return out
 
 
-def base_arm(scale: Scale, measures=None, **changes) -> Arm:
+def base_arm(scale: Scale, measures: tuple[str, ...] | None = None, **changes: Any) -> Arm:
     mode = changes.get("context", "exact")
     name = "base" if mode == "exact" else f"base, {mode}"
     config = with_objective(scale, "blockwise", **changes)
@@ -101,7 +105,7 @@ def base_arm(scale: Scale, measures=None, **changes) -> Arm:
 
 
 def table(scale: Scale) -> Plan:
-    """The paper's main table under EQUAL-FLOPS, with rows at strictly equal FLOPs and the context
+    """The paper's main table under EQUAL-FLOPS, with arms at strictly equal FLOPs and the context
     modes."""
     measures = usual(scale)
     arms = [base_arm(scale)]
@@ -193,8 +197,9 @@ def block_grid(scale: Scale) -> Plan:
     )
 
 
-def ablation(scale: Scale, field: str, name: str, title: str, question: str) -> Plan:
-    """One share of noise in the context, from none to all, at the grid's smallest block size."""
+def ablation(scale: Scale, field: str, title: str, question: str) -> Plan:
+    """Noise in the context (a field of the objective), from none to all, at the grid's smallest
+    block size."""
     b = scale.small_block
     measures = (f"nelbo@{b}", *matches(scale, (b,)))
     arms = []
@@ -213,26 +218,26 @@ def ablation(scale: Scale, field: str, name: str, title: str, question: str) -> 
         task = match.split("@")[0]
         text = f"{arms[-1].name} is worse than none ({task})"
         claims.append(Claim(text, ((arms[-1].name, match),), ((none, match),)))
-    return Plan(name, title, question, (base_arm(scale, measures), *arms), tuple(claims))
+    arms.insert(0, base_arm(scale, measures))
+    return Plan(field.replace("_", "-"), title, question, tuple(arms), tuple(claims))
 
 
-def prefix_noise(scale: Scale) -> Plan:
-    return ablation(
-        scale,
-        "prefix_noise",
-        "prefix-noise",
-        "Noise in the prefix",
-        "How much does training suffer if earlier response tokens are masked too?",
-    )
-
-
-def suffix_leak(scale: Scale) -> Plan:
-    return ablation(
-        scale,
-        "suffix_leak",
-        "suffix-leak",
-        "A suffix that leaks",
-        "How much does training suffer if later response tokens stay visible?",
+def context_modes(scale: Scale) -> Plan:
+    """The context modes at equal time on a CPU, each scored and decoded in its own way."""
+    measures = (f"nelbo@{scale.block_size}", *matches(scale, (scale.block_size,)))
+    contexts = ("exact", "cached", "block_causal")
+    arms = [base_arm(scale, measures, context=context) for context in contexts]
+    two = {"cached, k 2": {"context": "cached", "draws_per_context": 2}}
+    for name, changes in {"exact": {}, **dict(sorted({**MODES, **two}.items()))}.items():
+        config = with_objective(scale, "blockwise", **changes)
+        arms.append(Arm(name, config, measures, cpu_seconds=scale.cpu_seconds))
+    return Plan(
+        "context-modes",
+        "Context modes at equal time",
+        "Which context mode learns most in the same CPU seconds? Every mode is scored and decoded "
+        "in its own way.",
+        tuple(arms),
+        (),
     )
 
 
@@ -241,7 +246,7 @@ def dynamics(scale: Scale) -> Plan:
     plan = equal_flops(scale)
     mean = tuple(("blockwise", f"curve@{q}") for q in (25, 50, 75, 100))
     other = tuple(("classical", f"curve@{q}") for q in (25, 50, 75, 100))
-    claim = Claim("blockwise's held-out NELBO lies below classical's along the run", mean, other)
+    claim = Claim("blockwise's held-out NELBO is below classical's along the run", mean, other)
     return Plan(
         "dynamics",
         "Training dynamics",
@@ -254,16 +259,14 @@ def dynamics(scale: Scale) -> Plan:
 
 def pilot(scale: Scale) -> Plan:
     """Learning rates, on a seed and on problems that the study does not use."""
+    tried = {name: (name, {}) for name in OBJECTIVES}
+    tried |= {mode: ("blockwise", changes) for mode, changes in MODES.items()}
     arms = []
-    tried = [(name, {}) for name in OBJECTIVES] + [("blockwise", m) for m in MODES.values()]
-    for name, changes in tried:
+    for label, (name, changes) in tried.items():
         for lr in PILOT_RATES:
             config = with_objective(scale, name, **changes)
-            optim = dataclasses.replace(config.optim, lr=lr)
-            config = dataclasses.replace(config, optim=optim)
-            label = next((m for m, change in MODES.items() if change and change == changes), name)
-            measures = (f"pilot@{scale.block_size}",)
-            arms.append(Arm(f"{label}, lr {lr:g}", config, measures))
+            config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=lr))
+            arms.append(Arm(f"{label}, lr {lr:g}", config, (f"pilot@{scale.block_size}",)))
     question = "Which peak learning rate suits each arm?"
     return Plan("pilot", "Pilot: learning rates", question, tuple(arms), ())
 
@@ -273,8 +276,19 @@ PLANS: dict[str, Callable[[Scale], Plan]] = {
     "equal-flops": equal_flops,
     "equal-tokens": equal_tokens,
     "block-grid": block_grid,
-    "prefix-noise": prefix_noise,
-    "suffix-leak": suffix_leak,
+    "prefix-noise": partial(
+        ablation,
+        field="prefix_noise",
+        title="Noise in the prefix",
+        question="How much does training suffer if earlier response tokens are masked too?",
+    ),
+    "suffix-leak": partial(
+        ablation,
+        field="suffix_leak",
+        title="A suffix that leaks",
+        question="How much does training suffer if later response tokens stay visible?",
+    ),
+    "context-modes": context_modes,
     "dynamics": dynamics,
     "pilot": pilot,
 }

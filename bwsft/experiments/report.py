@@ -8,14 +8,15 @@ import json
 import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from bwsft.checkpoints.folders import versions
 from bwsft.experiments.figures import draw
-from bwsft.experiments.measures import Exam
+from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import Plan
-from bwsft.experiments.results import Judged, Row, judge
+from bwsft.experiments.results import Judged, Measured, judge
 from bwsft.experiments.scales import Scale
 from bwsft.experiments.statistics import mean_error
 from bwsft.utils.files import write_atomic
@@ -30,8 +31,13 @@ class Finished:
     plan: Plan
     scale: Scale
     seeds: list[int]
-    exam: Exam
-    rows: list[Row]
+    tests: TestSet
+    arms: list[Measured]
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of every training, where the plan gives all arms the same."""
+        return next((arm.cpu_seconds for arm in self.plan.arms if arm.cpu_seconds), None)
 
     @property
     def measures(self) -> list[str]:
@@ -44,7 +50,7 @@ def write(finished: Finished, folder: Path) -> Path:
     """Write NAME.md, NAME.csv and NAME.png into the folder; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
     name = finished.plan.name
-    judged = judge(finished.plan, finished.rows, len(finished.seeds))
+    judged = judge(finished.plan, finished.arms, len(finished.seeds))
     write_atomic(folder / f"{name}.csv", csv_text(finished))
     write_atomic(folder / f"{name}.png", draw(finished))
     page = folder / f"{name}.md"
@@ -53,9 +59,13 @@ def write(finished: Finished, folder: Path) -> Path:
 
 
 def markdown(finished: Finished, judged: list[Judged]) -> str:
+    """The page."""
     plan = finished.plan
     lines = [f"# {plan.title} ({finished.scale.name})", "", plan.question, ""]
-    lines += [settings(finished), "", *table(finished), "", f"![{plan.title}]({plan.name}.png)", ""]
+    heads, *arms = (f"| {' | '.join(texts)} |" for texts in table(finished))
+    ruler = "|---|" + "---:|" * (heads.count("|") - 2)
+    lines += [settings(finished), "", heads, ruler, *arms, ""]
+    lines += [f"![{plan.title}]({plan.name}.png)", ""]
     if judged:
         lines += claims(judged)
     return "\n".join(lines)
@@ -63,42 +73,52 @@ def markdown(finished: Finished, judged: list[Judged]) -> str:
 
 def settings(finished: Finished) -> str:
     """One paragraph with everything that all arms share."""
-    base, exam = finished.scale.base, finished.exam
+    base, tests = finished.scale.base, finished.tests
     model = base.model or "the embedded base"
     # Of a path its end says enough, and no more of it belongs on a page that is passed on.
     data = "/".join(Path(base.data).parts[-2:]) if base.data else "generated word problems"
+    timed = f" --seconds {finished.seconds:g}" if finished.seconds else ""
     found = versions()
     made = " ".join(f"{k} {found[k]}" for k in ("bwsft", "torch", "transformers") if k in found)
     return (
-        f"`bwsft experiment {finished.plan.name} --scale {finished.scale.name}`, "
+        f"`bwsft experiment {finished.plan.name} --scale {finished.scale.name}{timed}`, "
         f"{time.strftime('%Y-%m-%d')}, {made}, {platform.machine()}. {model} on {data}, "
         f"{len(finished.seeds)} seeds, {base.batch_size} sequences an update, peak learning rate "
         f"{base.optim.lr:g}, canvas {base.gen_length}. "
-        f"Examined on {exam.problems} problems with {exam.draws} masked states each; decoding is "
-        "greedy, one token a step. Mean ± standard error over seeds; the seeds share the starting "
-        "model and the exam, so the intervals say nothing about other problems. FLOPs are counted."
+        f"Evaluated on {tests.problems} problems with {tests.draws} masked states each; decoding "
+        "is greedy, one token a step. Mean ± standard error over seeds; the seeds share the "
+        "starting model and the test set, so the intervals say nothing about other problems. FLOPs "
+        "are counted."
     )
 
 
-def table(finished: Finished) -> list[str]:
+def table(finished: Finished, brief: bool = False) -> list[list[str]]:
+    """The heads, then the texts of every arm; `brief`: the columns that a terminal has room for."""
+
+    def counted(name: str) -> Callable[[Measured], str]:
+        return lambda arm: "-" if (value := arm.trained(name)) is None else f"{value:,.0f}"
+
+    def measured(name: str) -> Callable[[Measured], str]:
+        return lambda arm: spread(arm.values(name), percent=not is_nelbo(name))
+
+    def strict(name: str) -> Callable[[Measured], str]:
+        return lambda arm: spread(arm.values(name, "strict"), percent=True)
+
+    def flops(arm: Measured) -> str:
+        return "-" if arm.flops is None else f"{arm.flops / 1e12:,.2f}"
+
     names = finished.measures
-    heads = ["arm", "updates", "TFLOP", "supervised tokens", "region tokens"]
-    heads += [label(name) for name in names]
-    heads += [f"{label(n)}, strict" for n in names if n.startswith(("gsm8k", "math"))]
-    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
-    for row in finished.rows:
-        counted = [row.trained(k) for k in ("updates", "supervised_tokens", "region_tokens")]
-        updates, supervised, region = ("-" if v is None else f"{v:,.0f}" for v in counted)
-        flops = "-" if row.flops is None else f"{row.flops / 1e12:,.2f}"
-        cells = [row.name, updates, flops, supervised, region]
-        cells += [spread(row.values(name), percent=not is_nelbo(name)) for name in names]
-        cells += [
-            spread([cell["measures"][n]["strict"] for cell in row.cells], percent=True)
-            for n in names
-            if n.startswith(("gsm8k", "math")) and row.values(n) is not None
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    columns = {"arm": lambda arm: arm.name, "updates": counted("updates"), "TFLOP": flops}
+    if not brief:
+        columns["supervised tokens"] = counted("supervised_tokens")
+        columns["region tokens"] = counted("region_tokens")
+    if finished.seconds:
+        columns["CPU s"] = counted("cpu_seconds")  # with setup and evaluations
+    columns |= {label(name): measured(name) for name in names}
+    if not brief:
+        ruled = [name for name in names if name.startswith(("gsm8k", "math"))]
+        columns |= {f"{label(name)}, strict": strict(name) for name in ruled}
+    return [[*columns], *([text(arm) for text in columns.values()] for arm in finished.arms)]
 
 
 def is_nelbo(name: str) -> bool:
@@ -121,7 +141,7 @@ def spread(values: list[float] | None, percent: bool) -> str:
 def claims(judged: list[Judged]) -> list[str]:
     """The table of the plan's claims; differences are (should be smaller) - (should be larger)."""
     lines = [
-        "| claim, written down before the exam | difference [95 % interval] | p (Holm) | verdict |",
+        "| claim, written down before the test | difference [95 % interval] | p (Holm) | verdict |",
         "|---|---:|---:|---|",
     ]
     for j in judged:
@@ -142,13 +162,13 @@ def csv_text(finished: Finished) -> str:
     counted = ("updates", "tokens", "supervised_tokens", "region_tokens", "loss", "seconds")
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["arm", "seed", "flops", *counted, *names, "evals"])
-    for row in finished.rows:
-        for i, cell in enumerate(row.cells):
+    for arm in finished.arms:
+        for i, cell in enumerate(arm.cells):
             train = cell.get("train", {})
             seed = finished.seeds[i] if train else ""
             values = [cell["measures"].get(name, {}).get("value", "") for name in names]
             evals = json.dumps(train.get("evals", [])) if train else ""
-            flops = "" if row.flops is None else f"{row.flops:.6g}"
+            flops = "" if arm.flops is None else f"{arm.flops:.6g}"
             numbers = [train.get(k, "") for k in counted]
-            writer.writerow([row.name, seed, flops, *numbers, *values, evals])
+            writer.writerow([arm.name, seed, flops, *numbers, *values, evals])
     return out.getvalue()

@@ -10,22 +10,23 @@ from bwsft.experiments.statistics import Contrast, contrast, holm, verdict
 
 
 @dataclass(frozen=True)
-class Row:
-    """One arm: its cells' records in the order of the seeds (one for the untouched base)."""
+class Measured:
+    """An arm and the records of its cells: one per seed in order, or one of the untouched base."""
 
     name: str
     cells: list[dict]
     flops: float | None
     """Training FLOPs of a cell."""
 
-    def values(self, measure: str) -> list[float] | None:
-        """One value per cell; None if the arm doesn't take this measure."""
+    def values(self, measure: str, rule: str = "value") -> list[float] | None:
+        """One value per cell (`rule`: "strict" of an answer file); None if the arm doesn't take
+        this measure."""
         kind, _, at = measure.partition("@")
         if kind == "curve":
             return [curve(cell, float(at) / 100) for cell in self.cells]
         if any(measure not in cell["measures"] for cell in self.cells):
             return None
-        return [cell["measures"][measure]["value"] for cell in self.cells]
+        return [cell["measures"][measure][rule] for cell in self.cells]
 
     def trained(self, name: str) -> float | None:
         """Mean over cells of what the training counted."""
@@ -42,15 +43,17 @@ def curve(cell: dict, share: float) -> float:
 
 @dataclass(frozen=True)
 class Judged:
+    """A claim with its test over the seeds."""
+
     claim: Claim
     found: Contrast
     adjusted_p: float
     verdict: str
 
 
-def judge(plan: Plan, rows: list[Row], seeds: int) -> list[Judged]:
+def judge(plan: Plan, arms: list[Measured], seeds: int) -> list[Judged]:
     """The plan's claims in order, p-values adjusted over them (Holm)."""
-    by_name = {row.name: row for row in rows}
+    by_name = {arm.name: arm for arm in arms}
     found = [contrast(differences(claim, by_name, seeds)) for claim in plan.claims]
     adjusted = holm([f.p for f in found])
     return [
@@ -59,11 +62,11 @@ def judge(plan: Plan, rows: list[Row], seeds: int) -> list[Judged]:
     ]
 
 
-def differences(claim: Claim, rows: dict[str, Row], seeds: int) -> list[float]:
+def differences(claim: Claim, arms: dict[str, Measured], seeds: int) -> list[float]:
     """Per seed: mean of the side that should be smaller minus mean of the other."""
 
-    def side(members) -> list[float]:
-        columns = [over_seeds(rows[arm].values(measure), seeds) for arm, measure in members]
+    def side(members: tuple[tuple[str, str], ...]) -> list[float]:
+        columns = [over_seeds(arms[name].values(measure), seeds) for name, measure in members]
         return [statistics.fmean(column[i] for column in columns) for i in range(seeds)]
 
     small, large = side(claim.smaller), side(claim.larger)

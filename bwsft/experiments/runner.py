@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import math
 import multiprocessing
 import os
 import threading
@@ -16,28 +19,30 @@ from tqdm import tqdm
 from bwsft import config as c
 from bwsft.experiments import cells
 from bwsft.experiments.cells import Cell
-from bwsft.experiments.measures import Exam
+from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import Arm, Plan
-from bwsft.experiments.results import Row
+from bwsft.experiments.results import Measured
 from bwsft.utils.files import write_atomic
 
 
-def run_plan(plan: Plan, seeds: list[int], folder: Path, exam: Exam, jobs: int) -> list[Row]:
-    """Meter, train and measure everything that isn't done; returns the rows in the plan's order.
+def run_plan(
+    plan: Plan, seeds: list[int], folder: Path, tests: TestSet, jobs: int
+) -> list[Measured]:
+    """Meter, train and measure everything that isn't done; returns the arms in the plan's order.
 
     A failed cell stops the experiment after the running ones; run it again to go on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    check_exam(folder, exam)
+    check_test_set(folder, tests)
     arms = [arm for arm in plan.arms if arm.trained]
     meters = Meters(folder / "meters.json")
     # Spawned: torch's threads don't survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, leave_with_parent) as pool:
         metered = {
-            meters.key(arm.config): pool.submit(cells.meter, arm.config)
+            meters.key(arm.config): pool.submit(cells.meter, arm.config, bool(arm.cpu_seconds))
             for arm in arms
-            if meters.key(arm.config) not in meters.known
+            if not meters.has(arm)
         }
         gather(list(metered.values()), "counting FLOPs")
         meters.add({key: future.result() for key, future in metered.items()})
@@ -48,8 +53,8 @@ def run_plan(plan: Plan, seeds: list[int], folder: Path, exam: Exam, jobs: int) 
                 if cells.missing(folder, cell, arm_measures(arm)):
                     wanted = {*work.get(cell.key, (cell, ()))[1], *arm_measures(arm)}
                     work[cell.key] = (cell, tuple(sorted(wanted)))
-        gather([pool.submit(cells.run, folder, *todo, exam) for todo in work.values()], plan.name)
-    return [row(arm, config, seeds, folder, meters) for arm, config in planned]
+        gather([pool.submit(cells.run, folder, *todo, tests) for todo in work.values()], plan.name)
+    return [measured(arm, config, seeds, folder, meters) for arm, config in planned]
 
 
 def leave_with_parent() -> None:
@@ -74,9 +79,9 @@ def gather(futures: list, what: str) -> None:
             future.result()
 
 
-def check_exam(folder: Path, exam: Exam) -> None:
-    """All cells of a folder are examined alike; ValueError if this exam differs."""
-    path, now = folder / "exam.json", dataclasses.asdict(exam)
+def check_test_set(folder: Path, tests: TestSet) -> None:
+    """All cells of a folder are evaluated alike; ValueError if this test set is another one."""
+    path, now = folder / "exam.json", dataclasses.asdict(tests)  # the name that old folders have
     now.pop("batch_size")
     if not path.exists():
         write_atomic(path, json.dumps(now, indent=1) + "\n")
@@ -84,13 +89,13 @@ def check_exam(folder: Path, exam: Exam) -> None:
     stored = json.loads(path.read_text(encoding="utf-8"))
     if changed := [k for k in now if stored.get(k) != now[k]]:
         raise ValueError(
-            f"{folder} was examined with {changed[0]} = {stored.get(changed[0])!r}, not "
+            f"{folder} was evaluated with {changed[0]} = {stored.get(changed[0])!r}, not "
             f"{now[changed[0]]!r}: keep the setting, or choose another --out"
         )
 
 
 class Meters:
-    """FLOPs per token of every config that was metered, kept in one file."""
+    """What an update costs, for every config that was metered; kept in one file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -104,6 +109,10 @@ class Meters:
             config, steps=100, save_every=100, seed=0, optim=c.OptimConfig(), eval=c.EvalConfig()
         )
         return Cell(plain).key
+
+    def has(self, arm: Arm) -> bool:
+        found = self.known.get(self.key(arm.config))
+        return found is not None and (arm.cpu_seconds is None or "cpu_seconds" in found)
 
     def add(self, found: dict[str, dict]) -> None:
         if found:
@@ -119,14 +128,32 @@ class Meters:
 def settle(arm: Arm, plan: Plan, meters: Meters) -> c.Config:
     """The arm's config with its number of updates."""
     if arm.traversals is not None:
-        from bwsft.experiments.protocols import updates_of_traversals
-
         return with_updates(arm.config, updates_of_traversals(arm.config, arm.traversals))
+    if arm.cpu_seconds is not None:
+        each = meters.known[meters.key(arm.config)]["cpu_seconds"]
+        return with_updates(arm.config, max(1, int(arm.cpu_seconds / each)))
     if arm.equal_flops_of is not None:
         other = next(a.config for a in plan.arms if a.name == arm.equal_flops_of)
         budget = other.steps * meters.flops(other)
         return with_updates(arm.config, max(1, round(budget / meters.flops(arm.config))))
     return arm.config
+
+
+def updates_of_traversals(config: c.Config, traversals: int) -> int:
+    """Updates after which the supervised region is `traversals` times the responses: every example
+    once per traversal, or every block of every example where the objective takes one at a time.
+
+    The count stops at the first update that reaches it.
+    """
+    from bwsft.checkpoints.resolve import plan_model, plan_tokenizer
+    from bwsft.data.tokenizer import load_tokenizer
+    from bwsft.training.run_data import plan_data
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        tokenizer = load_tokenizer(plan_tokenizer(config))
+        family = plan_model(config, tokenizer, None).family
+        data = plan_data(config, tokenizer, family)
+    return math.ceil(data.epoch * traversals / config.batch_size)
 
 
 def with_updates(config: c.Config, steps: int) -> c.Config:
@@ -137,10 +164,12 @@ def with_updates(config: c.Config, steps: int) -> c.Config:
 
 
 def arm_measures(arm: Arm) -> tuple[str, ...]:
+    """What is taken on a finished cell; curves are read from its training."""
     return tuple(m for m in arm.measures if not m.startswith("curve"))
 
 
 def cells_of(arm: Arm, config: c.Config, seeds: list[int]) -> Iterator[Cell]:
+    """One cell per seed, or the one of the untouched base."""
     if not arm.trained:
         yield Cell(config, trained=False)
         return
@@ -148,10 +177,13 @@ def cells_of(arm: Arm, config: c.Config, seeds: list[int]) -> Iterator[Cell]:
         yield Cell(dataclasses.replace(config, seed=seed))
 
 
-def row(arm: Arm, config: c.Config, seeds: list[int], folder: Path, meters: Meters) -> Row:
+def measured(
+    arm: Arm, config: c.Config, seeds: list[int], folder: Path, meters: Meters
+) -> Measured:
+    """The arm with the records of its finished cells."""
     found = [cells.read(folder, cell) for cell in cells_of(arm, config, seeds)]
     if not arm.trained:
-        return Row(arm.name, found, None)
+        return Measured(arm.name, found, None)
     per_token = meters.known[meters.key(config)]["flops_per_token"]
     mean_tokens = sum(cell["train"]["tokens"] for cell in found) / len(found)
-    return Row(arm.name, found, per_token * mean_tokens)
+    return Measured(arm.name, found, per_token * mean_tokens)

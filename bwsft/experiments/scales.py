@@ -1,4 +1,4 @@
-"""The sizes of every experiment: `mini` and `gsm8k` on a CPU, `8b` on a GPU.
+"""The sizes of every experiment: `mini`, `debug` and `gsm8k` on a CPU, `8b` on a GPU.
 
 A scale fixes what all arms of an experiment share: the starting model, data, canvas, batch, updates
 and learning rate. Whatever is compared changes one thing from there (plans.py).
@@ -27,6 +27,8 @@ class Scale:
     """Training examples of EQUAL-TOKENS, so that traversals are short; None: all."""
     tasks: tuple[str, ...]
     """Exact match: "solved" on generated problems, or the names of answer files."""
+    cpu_seconds: float = 40
+    """Time of a training where arms get equal time."""
 
     @property
     def block_size(self) -> int:
@@ -56,6 +58,19 @@ def mini() -> Scale:
         eval=c.EvalConfig(every=20, draws=4),
     )
     return Scale("mini", base, (5, 10, 20, 40), 5, 800, ("solved",))
+
+
+def debug() -> Scale:
+    """The embedded base on problems like those it was pre-trained on, 5 blocks of 8."""
+    base = dataclasses.replace(
+        mini().base,
+        data=None,
+        block_size=8,
+        batch_size=32,
+        micro_batch_size=32,
+        optim=c.OptimConfig(lr=1e-3),
+    )
+    return Scale("debug", base, (4, 8, 20, 40), 3, 800, ("solved",))
 
 
 def gsm8k() -> Scale:

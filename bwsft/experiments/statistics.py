@@ -41,7 +41,7 @@ def contrast(differences: list[float]) -> Contrast:
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Holm's adjustment, in the order given; NaN stays and doesn't count."""
+    """p-values adjusted for their number (Holm), in the order given; NaN stays, uncounted."""
     known = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
     out, worst = list(p_values), 0.0
     for rank, (p, i) in enumerate(known):

@@ -1,16 +1,24 @@
-"""FLOPs as torch counts them, with the attention of a CPU, which torch leaves out."""
+"""FLOPs: as torch counts them while code runs, and by formula before anything runs.
+
+A multiply-add is two. In the formulas half of the tokens that can be masked are supervised.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
 def flop_counter() -> FlopCounterMode:
-    """A context manager; get_total_flops() afterwards. Matmuls and attention, two per
-    multiply-add. Triton kernels are not seen: on CUDA the head of the sampler is missing."""
+    """Count the FLOPs of matmuls and attention inside a `with`; get_total_flops() afterwards.
+
+    Attention on a CPU, which torch leaves out, is counted too. Triton kernels are not seen: on CUDA
+    the head of the sampler is missing.
+    """
     aten = torch.ops.aten
     return FlopCounterMode(
         display=False,
@@ -21,20 +29,25 @@ def flop_counter() -> FlopCounterMode:
     )
 
 
-def _forward(query, key, value, *args, out_shape=None, **kwargs) -> int:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     """Shapes [S, H, W, E] -> FLOPs; a mask saves nothing."""
     return sdpa_flop_count(query, key, value)
 
 
-def _backward(grad, query, key, value, *args, out_shape=None, **kwargs) -> int:
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, out_shape: Any = None,
+    **kwargs: Any,
+) -> int:  # fmt: skip
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Forward FLOPs of LLaDA's layers, written out; a multiply-add is two.
+    """Forward FLOPs of the parts of a LLaDA model, from its sizes.
 
-    Rows: tokens that run through the layers; keys: what each attends to.
+    `tokens` run through the layers, each attending to `keys` positions.
     """
 
     d: int
@@ -42,21 +55,93 @@ class Cost:
     mlp: int
     vocab: int
 
-    def layer(self, rows: float, keys: float) -> float:
-        """One layer on `rows` queries: q, k, v, out, three MLP matrices, scores and mix."""
-        return rows * (2 * (4 * self.d**2 + 3 * self.d * self.mlp) + 4 * self.d * keys)
+    def layer(self, tokens: float, keys: float) -> float:
+        """One layer: q, k, v, out, three MLP matrices, scores and mix."""
+        return tokens * (2 * (4 * self.d**2 + 3 * self.d * self.mlp) + 4 * self.d * keys)
 
-    def last(self, rows: float, wanted: float, keys: float) -> float:
-        """The last layer where only `wanted` rows come out: the others give keys and values."""
-        return self.layer(wanted, keys) + (rows - wanted) * 4 * self.d**2
+    def last(self, tokens: float, wanted: float, keys: float) -> float:
+        """The last layer where only `wanted` tokens come out: the others give keys and values."""
+        return self.layer(wanted, keys) + (tokens - wanted) * 4 * self.d**2
 
-    def head(self, rows: float) -> float:
-        return rows * 2 * self.d * self.vocab
+    def head(self, tokens: float) -> float:
+        """Logits of so many tokens."""
+        return tokens * 2 * self.d * self.vocab
 
     def whole(self, length: float, wanted: float | None = None) -> float:
-        """All layers on a whole canvas, the last one pruned to `wanted` rows if given."""
+        """All layers on a whole canvas, the last one pruned to `wanted` tokens if given."""
         wanted = length if wanted is None else wanted
         return (self.layers - 1) * self.layer(length, length) + self.last(length, wanted, length)
 
-    def active(self, rows: float, keys: float) -> float:
-        return self.layers * self.layer(rows, keys)
+    def active(self, tokens: float, keys: float) -> float:
+        """All layers on tokens that attend to stored keys."""
+        return self.layers * self.layer(tokens, keys)
+
+    def adapters(self, rank: int, square: int, mlp: int) -> float:
+        """LoRA adapters per token, on `square` d x d and `mlp` d x mlp matrices of each layer."""
+        return 2 * self.layers * rank * (square * 2 * self.d + mlp * (self.d + self.mlp))
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """FLOPs of training on one sequence, forward and backward (without an optimizer's)."""
+
+    model: Cost
+    passes: int = 2
+    """Forward and backward in forwards: 2 with frozen matrices, 3 with trained ones. Attention's
+    scores are counted like the matrices."""
+    adapter: float = 0.0
+    """Forward FLOPs of the adapters per token; trained, they cost three."""
+    dense: bool = False
+    """Count without two savings: the last layer of a `cached` context pass runs for every token,
+    and a block_causal token attends to every other (else to a canvas of them)."""
+
+    def full(self, length: float, supervised: float, wanted: float | None = None) -> float:
+        """The whole sequence forward and backward, the last layer pruned to `wanted` tokens."""
+        forward = self.model.whole(length, wanted) + self.model.head(supervised)
+        return self.passes * forward + 3 * self.adapter * length
+
+    def blockwise(
+        self, context: str, prompt: float, canvas: float, block: float, draws: int = 1
+    ) -> float:
+        """Blockwise SFT under a context mode: `draws` masks of one block; block_causal: one mask of
+        every block, on a clean canvas and a noisy copy of the response."""
+        model, length = self.model, prompt + canvas
+        if context == "block_causal":
+            tokens = prompt + 2 * canvas
+            forward = model.active(tokens, tokens if self.dense else length)
+            forward += model.head(canvas / 2)
+            return self.passes * forward + 3 * self.adapter * tokens
+        if context == "cached":
+            draw = self.passes * (model.active(block, length) + model.head(block / 2))
+            draw += 3 * self.adapter * block
+            return model.whole(length, None if self.dense else block) + draws * draw
+        return draws * self.full(length, block / 2, block)
+
+
+def step_flops(cost: Cost, prompt: int, gen: int, block: int, draws: int) -> dict[str, float]:
+    """FLOPs per supervised token of a training step by context mode: frozen matrices, adapters left
+    out. `naive` projects every token to logits."""
+    training, length, supervised = TrainingCost(cost), prompt + gen, block / 2
+
+    def blockwise(context: str, draws: int = 1) -> float:
+        return training.blockwise(context, prompt, gen, block, draws)
+
+    return {
+        "naive": training.full(length, length) / supervised,
+        "exact": blockwise("exact") / supervised,
+        f"cached_k{draws}": blockwise("cached", draws) / (draws * supervised),
+        "block_causal": blockwise("block_causal") / (gen / 2),
+    }
+
+
+def decode_flops(cost: Cost, prompt: int, gen: int, block: int) -> dict[str, float]:
+    """Mean FLOPs of a denoising step by context mode, one token a step, no early exit."""
+    length, head = prompt + gen, cost.head((block + 1) / 2)  # masked tokens, on average
+    entering = cost.whole(length, block)
+    middle = prompt + gen // 2  # block_causal: keys on average
+    return {
+        "naive": cost.whole(length) + cost.head(length),
+        "exact": entering + head,
+        "cached": (entering + (block - 1) * cost.active(block, length)) / block + head,
+        "block_causal": (block + 1) / block * cost.active(block, middle) + head,
+    }

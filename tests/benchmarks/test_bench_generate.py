@@ -6,6 +6,8 @@ import bench_generate
 import pytest
 import torch
 
+from bwsft.utils.flops import decode_flops
+
 TINY = "--size tiny --prompt 8 --gen 16 --block 4 --rounds 1 --no-memory".split()
 CPU = torch.device("cpu")
 
@@ -54,7 +56,7 @@ def test_flops_are_those_of_a_real_decoding(monkeypatch):
 def test_the_formulas_of_a_whole_decoding():
     """Counted over all blocks. block_causal's formula has a commit of the last block too, and not
     the prompt's one pass."""
-    cost = bench_generate.shapes.decode_flops("tiny", 4, 8, 4)
+    cost = decode_flops(bench_generate.shapes.cost_of("tiny"), 4, 8, 4)
     model = bench_generate.models.random_backbone("tiny", torch.float32, CPU)
     problem = bench_generate.make_problem(model, (4, 8, 1), 4, 2)
     for name, per_step in cost.items():

@@ -26,11 +26,15 @@ def read(path):
 
 def test_outputs_are_scored_as_by_the_function(questions, tmp_path, capsys):
     outputs = tmp_path / "out.jsonl"
-    rows = [{"question": "1+1", "output": "#### 3"}, {"question": "What?", "output": "#### 4"}]
+    rows = [{"question": "1+1", "output": "#### 3"}, {"question": "What?", "output": "#### 4"},
+            {"question": "unasked", "output": "5"}]
     outputs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--outputs", str(outputs), "--data", str(questions), "--json", "r.json"]
     assert main(["evaluate", "--task", "gsm8k", *words]) == 0
-    assert "50.00 %" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    for part in ("accuracy, ladder rule", "accuracy, strict rule", "50.00 %", "missing reference",
+                 "answers from: hashes", "runs/evaluate/gsm8k-out-"):
+        assert part in shown
     found = json.loads((tmp_path / "r.json").read_text())
     again = evaluate(EvaluateOptions("gsm8k", outputs=outputs, data=questions))
     assert (found["run"], found["accuracy"], found["count"]) == (again["run"], 0.5, 2)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_folders import run_of
 
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints import shards
-from bwsft.checkpoints.folders import save_checkpoint
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.checkpoints.shards import read_rows
 from bwsft.commands import export
@@ -21,8 +21,6 @@ from bwsft.commands.export import ExportOptions, run_export
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone
-from bwsft.models.lora import add_lora
-from bwsft.training.optim import make_optimizer
 
 LORA = c.LoraConfig(rank=3, alpha=7.0, dropout=0.1)
 HALF = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,11 +37,6 @@ def make(tmp_path_factory, tokenizer_folder):
         llada = LladaConfig(**(shape | ids | {"max_sequence_length": 64} | fields))
         backbone = new_backbone(llada, 5, dtype=dtype)
         backbone.model.save_pretrained(root / "base")
-        if lora.rank:
-            add_lora(backbone, lora, seed=1)
-            for name, weight in backbone.model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(weight, std=0.02, generator=torch.manual_seed(len(name)))
         backbone.family = dataclasses.replace(backbone.family, end_ids=(258, 256))
         config = dataclasses.replace(
             presets.debug(),
@@ -53,10 +46,7 @@ def make(tmp_path_factory, tokenizer_folder):
             block_size=6,
             dataset=c.DataConfig(template="none"),
         )
-        state = {"config": json.loads(c.to_json(config)), "data": "", "base": str(root / "base")}
-        optimizer = make_optimizer(backbone, config.optim)
-        words = load_tokenizer(tokenizer_folder)
-        return save_checkpoint(root / "run", 1, backbone, words, optimizer, state)
+        return run_of(root, backbone, config, tokenizer_folder)
 
     return build
 
@@ -103,7 +93,7 @@ def test_merged_in_float32_and_rounded_once(make, tmp_path, base, target):
     expected = merged_by_hand(checkpoint)
     assert found.keys() == expected.keys()
     # float32 sums of other order differ by an ulp or two; rounding to half turns one in some
-    # thousands of those into another neighbour, so there the count of such weights is bounded.
+    # thousands of those into another neighbor, so there the count of such weights is bounded.
     different = total = 0
     for name, weight in expected.items():
         assert found[name].dtype == dtype

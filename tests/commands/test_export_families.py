@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_folders import run_of
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -16,13 +17,9 @@ from transformers import (
 
 from bwsft import config as c
 from bwsft import presets
-from bwsft.checkpoints.folders import save_checkpoint
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands.export import ExportOptions, run_export
-from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.loading import load_backbone
-from bwsft.models.lora import add_lora
-from bwsft.training.optim import make_optimizer
 
 LORA = c.LoraConfig(rank=3, alpha=7.0, dropout=0.1)
 HF = dict(
@@ -72,16 +69,8 @@ def foreign(root, tokenizer, kind, config):
             weights = {n.replace(new, old): w for n, w in weights.items()}
         weights["bert.pooler.dense.bias"] = torch.zeros(32)
         save_file(weights, file, metadata={"format": "pt"})
-    words = load_tokenizer(tokenizer)
-    backbone = load_backbone(root / "base")
-    add_lora(backbone, LORA, seed=1)
-    for name, weight in backbone.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.02, generator=torch.manual_seed(len(name)))
     settings = dataclasses.replace(presets.debug(), model=str(root / "base"), lora=LORA)
-    state = {"config": json.loads(c.to_json(settings)), "data": "", "base": str(root / "base")}
-    optimizer = make_optimizer(backbone, settings.optim)
-    return save_checkpoint(root / "run", 1, backbone, words, optimizer, state)
+    return run_of(root, load_backbone(root / "base"), settings, tokenizer)
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -20,7 +20,7 @@ from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.training.metrics import running_mean
-from bwsft.training.trainer import train
+from bwsft.training.setup import train
 
 EVIL = "</script><script>document.documentElement.dataset.error = 1</script><img src=x onerror=y>"
 

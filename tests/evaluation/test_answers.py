@@ -238,14 +238,3 @@ def test_wilson_interval(rate, count, low, high):
 def test_wilson_needs_a_question():
     with pytest.raises(ValueError, match="at least one"):
         scoring.wilson(0.5, 0)
-
-
-@pytest.mark.parametrize("first, second, p", [
-    (0, 0, 1.0), (5, 5, 1.0), (0, 5, 2 / 32), (1, 9, 2 * 11 / 1024), (9, 1, 2 * 11 / 1024),
-])
-def test_mcnemar_exact(first, second, p):
-    assert scoring.mcnemar(first, second) == pytest.approx(p, rel=1e-12)
-
-
-def test_mcnemar_of_thousands_of_pairs_stays_finite():
-    assert 0 < scoring.mcnemar(3000, 3400) < 1e-5

@@ -74,7 +74,7 @@ def test_the_exact_bound_is_the_mean_over_all_orders(shift):
     assert abs(value + 4 * math.log(VOCAB)) > 0.5
 
 
-def test_blockwise_hides_everything_behind_the_block(backbone):
+def test_blockwise_hides_everything_after_the_block(backbone):
     config = LikelihoodConfig(block_size=2, gen_length=8)
     expected = by_orders(backbone, PROMPT, RESPONSE[:5], block=2, canvas=8)
     ((value, _),) = log_likelihoods(backbone, [(PROMPT, RESPONSE[:5])], config)

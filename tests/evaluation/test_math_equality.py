@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bwsft.evaluation import math_equality
-from bwsft.evaluation.math_equality import MathVerifier, normalise_math, same_spelling
+from bwsft.evaluation.math_equality import MathVerifier, normalize_math, same_spelling
 
 latex = st.lists(st.sampled_from([
     "\\frac", "\\dfrac", "\\sqrt", "{", "}", "1", "23", "x", " ", ".", ",", "\\text{ cm}",
@@ -23,9 +23,9 @@ latex = st.lists(st.sampled_from([
 @example("\\le\\leftft(")
 @example("1,000,000")
 @example(".5.")
-def test_normalising_twice_changes_nothing(text):
-    once = normalise_math(text)
-    assert normalise_math(once) == once
+def test_normalizing_twice_changes_nothing(text):
+    once = normalize_math(text)
+    assert normalize_math(once) == once
 
 
 @pytest.mark.parametrize("reference, answer, equal", [
@@ -106,7 +106,7 @@ def test_a_hanging_comparison_is_no_verdict_and_the_next_one_works():
         assert running.equal("0.5", "\\frac12") is True
 
 
-def test_the_child_does_not_import_its_neighbours(tmp_path):
+def test_the_child_does_not_import_its_neighbors(tmp_path):
     pytest.importorskip("math_verify", reason="math-verify comes with bwsft[eval]")
     script = shutil.copy(math_equality.__file__, tmp_path)
     (tmp_path / "sympy.py").write_text("raise SystemExit('the wrong sympy')")

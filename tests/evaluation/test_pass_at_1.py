@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bwsft.decoding.result import Decoded
-from bwsft.evaluation.pass_at_1 import EvaluateOptions, compare, evaluate
+from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
 needs_data = pytest.mark.skipif(not DATA, reason="set BWSFT_DATA_DIR to the test data")
@@ -164,14 +164,6 @@ def test_scored_outputs_can_be_scored_again(five, tmp_path):
         assert again[key] == first[key]
 
 
-def test_the_table_shows_both_rules(five, capsys):
-    evaluate(EvaluateOptions("gsm8k", outputs=five))
-    shown = capsys.readouterr().out
-    for part in ("accuracy, ladder rule", "accuracy, strict rule", "50.00 %", "missing reference",
-                 "answers from: boxed", "runs/evaluate/gsm8k-out-"):
-        assert part in shown
-
-
 def test_bad_calls_get_one_clear_sentence(five, tmp_path):
     missing = tmp_path / "none.json"
     with pytest.raises(FileNotFoundError, match="none.json: no such file"):
@@ -214,26 +206,6 @@ def test_math_counts_what_decided_and_survives_a_dead_verifier(tmp_path, monkeyp
         "spelling", "math-verify", "spelling", "failed", "spelling"]
     assert [row["strict_correct"] for row in rows(result)] == [False, False, True, False, False]
     assert result["verify_failures"] == 1
-
-
-def test_compare_pairs_by_question(tmp_path):
-    first = lines(tmp_path / "a.jsonl", *(
-        {"question": f"Q{i}", "correct": i < 9, "strict_correct": False} for i in range(12)))
-    second = lines(tmp_path / "b.jsonl", *(
-        {"question": f"Q{i} ", "correct": i == 9, "strict_correct": i < 2} for i in range(11)),
-        {"question": "Q99", "correct": None, "strict_correct": None})
-    found = compare(first, second)
-    assert found == {
-        "count": 11, "accuracy_first": 9 / 11, "accuracy_second": 1 / 11, "only_first": 9,
-        "only_second": 1, "p_value": pytest.approx(22 / 1024), "unpaired": 1}
-    assert compare(first, second, strict=True)["only_second"] == 2
-    with pytest.raises(ValueError, match="several outputs of one question"):
-        compare(lines(tmp_path / "c.jsonl", {"question": "Q", "correct": True},
-                      {"question": "Q", "correct": True}), second)
-    with pytest.raises(ValueError, match="no scored output"):
-        compare(lines(tmp_path / "d.jsonl", {"question": "Q", "output": "5"}), second)
-    with pytest.raises(ValueError, match="share no scored question"):
-        compare(lines(tmp_path / "e.jsonl", {"question": "X", "correct": True}), second)
 
 
 @needs_data

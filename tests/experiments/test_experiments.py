@@ -14,12 +14,12 @@ from bwsft import presets
 from bwsft.cli import main
 from bwsft.experiments import cells, estimate, measures, plans, report, results, scales
 from bwsft.experiments import statistics as st
-from bwsft.experiments.runner import Meters, check_exam, settle
+from bwsft.experiments.runner import Meters, check_test_set, settle
 
 MINI, BIG = scales.mini(), scales.eight_b()
 
 
-SCALES = [MINI, scales.gsm8k(), BIG, scales.eight_b("released")]
+SCALES = [MINI, scales.debug(), scales.gsm8k(), BIG, scales.eight_b("released")]
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda s: s.name)
@@ -113,9 +113,9 @@ def cell_record(value, evals=((0, 1.0), (10, 0.5))):
 
 def test_claims_are_judged_pair_by_pair():
     rows = [
-        results.Row("base", [cell_record(0.9)], None),
-        results.Row("good", [cell_record(v) for v in (0.50, 0.61, 0.55)], 1.0),
-        results.Row("bad", [cell_record(v) for v in (0.70, 0.80, 0.76)], 1.0),
+        results.Measured("base", [cell_record(0.9)], None),
+        results.Measured("good", [cell_record(v) for v in (0.50, 0.61, 0.55)], 1.0),
+        results.Measured("bad", [cell_record(v) for v in (0.70, 0.80, 0.76)], 1.0),
     ]
     claims = (
         plans.Claim("good", (("good", "nelbo@10"),), (("bad", "nelbo@10"),)),
@@ -133,16 +133,16 @@ def test_a_page_names_data_without_the_way_there():
     scale = scales.gsm8k()
     base = dataclasses.replace(scale.base, data="/home/somebody/sets/gsm8k/train.jsonl")
     plan, scale = plans.PLANS["dynamics"](scale), dataclasses.replace(scale, base=base)
-    finished = report.Finished(plan, scale, [0], measures.Exam(), [])
+    finished = report.Finished(plan, scale, [0], measures.TestSet(), [])
     found = report.settings(finished)
     assert "on gsm8k/train.jsonl, 1 seeds" in found and "somebody" not in found
 
 
-def test_exam_halves_share_no_numbers():
-    exam, pilot = (measures.test_problems(100, "wordproblems-20", pilot=p) for p in (False, True))
-    assert len(exam) == len(pilot) == 100
+def test_halves_of_the_test_set_share_no_numbers():
+    found, pilot = (measures.test_problems(100, "wordproblems-20", pilot=p) for p in (False, True))
+    assert len(found) == len(pilot) == 100
     numbers = [{"".join(ch for ch in p["query"] if not ch.isalpha()) for p in x}
-               for x in (exam, pilot)]
+               for x in (found, pilot)]
     assert not numbers[0] & numbers[1]
 
 
@@ -190,7 +190,7 @@ def test_finished_cells_are_not_redone_and_a_lost_one_is(finished):
     assert not unchanged
 
 
-def test_another_exam_in_the_same_folder_is_refused(finished, capsys):
+def test_another_test_set_in_the_same_folder_is_refused(finished, capsys):
     arguments, _ = finished
     other = [*arguments]
     other[other.index("--problems") + 1] = "7"
@@ -198,9 +198,10 @@ def test_another_exam_in_the_same_folder_is_refused(finished, capsys):
     assert "problems = 6, not 7" in capsys.readouterr().err
 
 
-def test_8b_asks_for_what_it_measures(capsys):
-    assert main(["experiment", "table", "--scale", "8b"]) == 2
-    assert "--gsm8k" in capsys.readouterr().err
+@pytest.mark.parametrize("name, missing", [("table", "--gsm8k"), ("context-modes", "CPU seconds")])
+def test_8b_asks_for_what_it_measures(capsys, name, missing):
+    assert main(["experiment", name, "--scale", "8b"]) == 2
+    assert missing in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset", ["paper", "released", "llada-8b-lora"])
@@ -255,6 +256,21 @@ def test_equal_flops_scales_updates(tmp_path):
     assert updates["cached, k 1"] == 400
 
 
+def test_equal_time_gives_as_many_updates_as_fit(tmp_path):
+    """What is timed is stored with the FLOPs; FLOPs alone are not enough for such an arm."""
+    plan = plans.context_modes(dataclasses.replace(scales.debug(), cpu_seconds=3))
+    meters = Meters(tmp_path / "meters.json")
+    arms = [arm for arm in plan.arms if arm.trained]
+    for arm in arms:
+        found = meters.known[meters.key(arm.config)] = {"tokens": 1.0, "flops_per_token": 2.0}
+        assert not meters.has(arm) and meters.has(dataclasses.replace(arm, cpu_seconds=None))
+        found["cpu_seconds"] = 0.4 if arm.config.draws_per_context == 2 else 0.5
+    updates = {arm.name: settle(arm, plan, meters).steps for arm in arms}
+    assert updates == {
+        "exact": 6, "block_causal": 6, "cached, k 1": 6, "cached, k 2": 7, "cached, k 4": 6
+    }  # fmt: skip
+
+
 def test_traversals_count_blocks(tmp_path):
     """tau 1: classical sees every example once, blockwise every block of every example once."""
     plan = plans.equal_tokens(MINI)
@@ -266,8 +282,8 @@ def test_traversals_count_blocks(tmp_path):
     assert 2.5 * classical.steps < one < 4 * classical.steps
 
 
-def test_check_exam_remembers(tmp_path):
-    check_exam(tmp_path, measures.Exam(problems=3))
-    check_exam(tmp_path, measures.Exam(problems=3, batch_size=1))
+def test_a_folder_remembers_its_test_set(tmp_path):
+    check_test_set(tmp_path, measures.TestSet(problems=3))
+    check_test_set(tmp_path, measures.TestSet(problems=3, batch_size=1))
     with pytest.raises(ValueError, match="draws"):
-        check_exam(tmp_path, measures.Exam(problems=3, draws=2))
+        check_test_set(tmp_path, measures.TestSet(problems=3, draws=2))

@@ -34,7 +34,7 @@ def output_of(capsys, monkeypatch, tmp_path):
 
 def test_loss(output_of):
     out = output_of("loss.py")
-    found = re.findall(r"loss (\S+) of (\d+) rows, (\S+) of all 768", out)
+    found = re.findall(r"loss (\S+) of (\d+) tokens, (\S+) of all 768", out)
     own, rows, naive = (list(map(float, column)) for column in zip(*found, strict=True))
     assert len(found) == 5 and own == pytest.approx(naive, abs=2e-4)  # printed with 4 digits
     assert own[-1] < 0.1 * own[0] and max(rows) < 768 / 4

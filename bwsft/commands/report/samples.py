@@ -1,4 +1,4 @@
-"""Held-out prompts of a run, decoded by the model it started from and by its newest checkpoint."""
+"""Held-out prompts of a run, answered by the model it started from and by its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bwsft_kernels.block_grid import BlockGrid
+from torch import Tensor
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import Trained, load_trained, locate, plan_model, plan_tokenizer
@@ -130,16 +132,17 @@ def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generatio
         "text": decoder.text(generation.tokens),
         "ended": generation.ended,
         "steps": generation.steps,
-        "offset": len(prompt) - grid.start(len(prompt)),
+        "offset": len(prompt) - grid.start(len(prompt)),  # of the response in its first block
         "end_ids": list(family.end_ids),
     }
 
 
-def plain(tokenizer, ids) -> str:
+def plain(tokenizer: Any, ids: Tensor) -> str:
+    """The text of ids without special tokens."""
     return tokenizer.decode(ids.tolist(), skip_special_tokens=True).strip()
 
 
-def question(tokenizer, ids) -> str:
+def question(tokenizer: Any, ids: Tensor) -> str:
     """The prompt's text without the instruction that template metamath puts around it."""
     text = plain(tokenizer, ids)
     before, after = METAMATH.split("{query}")

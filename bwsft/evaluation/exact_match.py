@@ -1,0 +1,47 @@
+"""Exact match on generated word problems: decode them and compare the final numbers."""
+
+from __future__ import annotations
+
+from tqdm import tqdm
+
+from bwsft import config as c
+from bwsft.checkpoints.resolve import Trained
+from bwsft.data.chat_template import Template
+from bwsft.decoding.generate import decode_stream
+from bwsft.decoding.plan import DecodeConfig
+from bwsft.decoding.result import Generation
+from bwsft.evaluation import answers as scoring
+
+TEST_SEED = 1  # of the test problems: another seed than the training data's, and another split
+
+
+def solve(
+    trained: Trained,
+    problems: list[dict],
+    config: c.Config,
+    name: str,
+    context: str | None = None,
+) -> tuple[list[bool], list[Generation]]:
+    """Decode the problems, one token a step; returns (which are right, the generations).
+
+    Block size, canvas and template come from `config`; the context mode is the model's own unless
+    given. `name` stands at the progress bar.
+    """
+    template = Template(trained.tokenizer, config.dataset.template)
+    prompts = template.encode_prompts([p["query"] for p in problems])
+    decode = DecodeConfig(
+        gen_length=config.gen_length,
+        block_size=config.block_size,
+        batch_size=50,
+        context=context or (trained.state["config"]["context"] if trained.state else "exact"),
+    )
+    generations: list = [None] * len(problems)
+    stream = decode_stream(trained.backbone, prompts, decode, trace=True)
+    for i, generation in tqdm(stream, total=len(problems), desc=f"decoding, {name}"):
+        generations[i] = generation
+    solved = []
+    for problem, generation in zip(problems, generations, strict=True):
+        answer, _ = scoring.extract_gsm8k(trained.tokenizer.decode(generation.tokens))
+        truth, _ = scoring.extract_gsm8k(problem["response"])
+        solved.append(scoring.numbers_equal(truth, answer))
+    return solved, generations

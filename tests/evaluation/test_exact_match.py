@@ -1,0 +1,44 @@
+"""A model is decoded in the context mode it was trained in."""
+
+import pytest
+
+from bwsft.checkpoints.resolve import Trained
+from bwsft.data import word_problems
+from bwsft.decoding.result import Generation
+from bwsft.evaluation import exact_match
+from bwsft.presets import debug
+
+
+class Words:
+    def decode(self, tokens):
+        return "The answer is: 7" if tokens == [7] else "no"
+
+
+@pytest.mark.parametrize("state, context", [
+    (None, "exact"),
+    ({"config": {"context": "cached"}}, "cached"),
+    ({"config": {"context": "block_causal"}}, "block_causal"),
+])  # fmt: skip
+def test_problems_are_solved_in_the_trained_mode(monkeypatch, state, context):
+    problems = word_problems.generate(3, 1, split="test")
+    problems[1] = {**problems[1], "response": "The answer is: 7"}
+
+    def stream(backbone, prompts, config, *, trace):
+        assert (config.context, config.block_size, trace) == (context, debug().block_size, True)
+        assert prompts == [[0], [1], [2]]
+        for index in (1, 0, 2):
+            yield index, Generation([7] if index == 1 else [], True, 1)
+
+    class Template:
+        def __init__(self, tokenizer, name):
+            assert name == debug().dataset.template
+
+        def encode_prompts(self, questions):
+            assert questions == [p["query"] for p in problems]
+            return [[0], [1], [2]]
+
+    monkeypatch.setattr(exact_match, "decode_stream", stream)
+    monkeypatch.setattr(exact_match, "Template", Template)
+    trained = Trained(None, Words(), state, "")
+    solved, generations = exact_match.solve(trained, problems, debug(), "x")
+    assert solved == [False, True, False] and generations[1].tokens == [7]
