@@ -193,7 +193,7 @@ LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
     ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip", "profile"], 0
 )
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}
+OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}  # old spelling
 
 
 def run_folder(config: Config) -> Path:

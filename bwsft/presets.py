@@ -9,9 +9,9 @@ from bwsft.config import (
     DataConfig,
     EvalConfig,
     LoraConfig,
-    ObjectiveConfig,
     OptimConfig,
 )
+from bwsft.objectives.config import ObjectiveConfig
 
 
 def debug() -> Config:

@@ -236,7 +236,8 @@ def no_reexports(sources: dict) -> list[str]:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 source = modules.get(node.value.id, "")
                 content = imports(sources.get(source, ""))
-                if node.attr in {i.name for i in content if i.module.startswith("bwsft")}:
+                found = {i.name for i in content if i.module.startswith("bwsft")}
+                if node.attr in found - defined(sources.get(source, "")):
                     wrong.append(f"{path}:{node.lineno}: {source} does not define {node.attr}")
     return wrong
 

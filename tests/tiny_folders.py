@@ -7,7 +7,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bwsft import config as c
 from bwsft.checkpoints.folders import save_checkpoint
-from bwsft.data.chat_template import load_tokenizer
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.lora import add_lora
 from bwsft.training.optim import make_optimizer
 

@@ -8,7 +8,7 @@ import torch
 from bwsft_kernels import MaskSpec
 
 from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.llada import LladaConfig
+from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise

@@ -38,7 +38,7 @@ def full(model, batch, **options):
     return model.hidden_states(batch.ids, batch.position_ids, batch.cu_seqlens, **options)
 
 
-def loss_rows(batch, where):
+def supervised_rows(batch, where):
     """Rows of the span without repeats, other targets, uneven weights."""
     keep = torch.ones(len(where.start), where.width, dtype=torch.bool)
     if where.repeats() is not None:

@@ -87,6 +87,14 @@ def special_tokens(tokenizer: Any) -> dict[str, tuple[int, bool, bool]]:
     return {t.content: (i, t.lstrip, t.rstrip) for i, t in added if t.special}
 
 
+def fast_tokenizer(backend: Any, **options: Any) -> Any:
+    """A transformers tokenizer around one of the tokenizers package; options: special tokens and
+    chat_template."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+
+
 def merged_end_ids(*groups: Iterable[int]) -> tuple[int, ...]:
     """The token ids at any of which decoding ends, each once: those of the template (its own comes
     first), of the model's config and of its generation_config.json."""

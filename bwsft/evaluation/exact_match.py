@@ -7,8 +7,8 @@ from tqdm import tqdm
 from bwsft import config as c
 from bwsft.checkpoints.resolve import Trained
 from bwsft.data.chat_template import Template
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import decode_stream
-from bwsft.decoding.plan import DecodeConfig
 from bwsft.decoding.result import Generation
 from bwsft.evaluation import answers as scoring
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from bwsft import config as c
 from bwsft.experiments.scales import Scale
+from bwsft.objectives.config import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def with_objective(scale: Scale, name: str, **changes: Any) -> c.Config:
     config = dataclasses.replace(scale.base, **changes)
     objective = dataclasses.replace(config.objective, name=name)
     if name != "blockwise":  # what belongs to blocks, as the `released` preset sets it
-        plain = c.ObjectiveConfig(name=name)
+        plain = ObjectiveConfig(name=name)
         empty = objective.empty if name == "classical" else plain.empty
         objective = dataclasses.replace(plain, empty=empty)
     elif config.context == "block_causal":  # every block of a visit is trained

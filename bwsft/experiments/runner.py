@@ -81,7 +81,7 @@ def gather(futures: list, what: str) -> None:
 
 def check_test_set(folder: Path, tests: TestSet) -> None:
     """All cells of a folder are evaluated alike; ValueError if this test set is another one."""
-    path, now = folder / "exam.json", dataclasses.asdict(tests)  # the name that old folders have
+    path, now = folder / "exam.json", dataclasses.asdict(tests)  # old spelling
     now.pop("batch_size")
     if not path.exists():
         write_atomic(path, json.dumps(now, indent=1) + "\n")

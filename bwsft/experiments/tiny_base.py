@@ -16,6 +16,8 @@ from pathlib import Path
 
 from bwsft import config as c
 from bwsft.data import word_problems as wordproblems
+from bwsft.data.tokenizer import fast_tokenizer
+from bwsft.objectives.config import ObjectiveConfig
 
 SEED = 7
 SPECIALS = ("<|endoftext|>", "[MASK]", "<|user|>", "<|assistant|>", "<|end|>")
@@ -29,7 +31,6 @@ CHAT_TEMPLATE = (
 def make_tokenizer(folder: Path) -> None:
     """Train the tokenizer on 20,000 generated problems and save it in `folder`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     # Digits stand alone: numbers are then read and written the same way everywhere.
@@ -45,8 +46,8 @@ def make_tokenizer(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator((f"{r['query']}\n{r['response']}" for r in records), trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    wrapped = fast_tokenizer(
+        tokenizer,
         eos_token="<|endoftext|>",
         pad_token="<|endoftext|>",
         mask_token="[MASK]",
@@ -72,7 +73,7 @@ def pretraining(work: Path, steps: int) -> c.Config:
         save_every=500,
         keep_last=0,
         dataset=c.DataConfig(template="chat", holdout=64),
-        objective=c.ObjectiveConfig(name="classical"),
+        objective=ObjectiveConfig(name="classical"),
         lora=c.LoraConfig(rank=0),
         optim=c.OptimConfig(lr=2e-3, beta1=0.9, warmup=0.05),
         eval=c.EvalConfig(every=500),

@@ -22,7 +22,7 @@ class DiscreteConfig:
 class MdlmConfig:
     """--objective.name mdlm: MDLM's objective on the response."""
 
-    RENAMED: ClassVar[dict[str, str]] = {"normalise": "normalize"}  # as older files have it
+    RENAMED: ClassVar[dict[str, str]] = {"normalise": "normalize"}  # old spelling
 
     stratify: bool = True
     """Spread the times of an update evenly: one per stratum of [0, 1) (low-discrepancy t)."""

@@ -6,7 +6,7 @@ One step of one example, sequence b of the n sequences of an update:
    stratum of [0, 1) holds one sequence of the update (low-discrepancy sampling).
 2. Log-linear noise sigma = -log(1 - (1 - eps) t), eps = 1e-3: mask each response token with
    probability 1 - e^-sigma = (1 - eps) t. The prompt stays.
-3. SUBS: the [MASK] column leaves the softmax; visible tokens carry over, so they bear no loss.
+3. SUBS: the [MASK] column leaves the softmax; visible tokens carry over and are not supervised.
 4. Loss: cross-entropy on masked tokens, each weighed sigma' / (e^sigma - 1) = 1 / t, divided by
    all response tokens of the update, masked or not.
 

@@ -13,7 +13,7 @@ One step of one example with N response tokens and m buckets:
    another, the important tokens first, so that the model learns to write the easy ones first.
 4. Loss: cross-entropy on the masked tokens, each weighed 1 / (their number) as the original's plain
    cross-entropy, or p'(t) / (p(t) N), which is unbiased for the bound per token. Where p'(t) is 0
-   a masked token bears no loss.
+   a masked token is not supervised.
 
 tf-idf of token w is (its count in the response) log(responses / (1 + responses that hold w)), at
 least 0; p is its share of all training tokens. The responses count as the loss sees them, end token

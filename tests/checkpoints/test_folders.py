@@ -256,7 +256,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
     ("keep_last", "left"),
     [(0, [3, 6, 9, 12]), (1, [12]), (2, [9, 12]), (9, [3, 6, 9, 12])],
 )
-def test_prune_keeps_the_newest_and_drops_what_lies_beyond(tmp_path, keep_last, left):
+def test_prune_keeps_the_newest_and_drops_what_is_beyond(tmp_path, keep_last, left):
     """A torn step-20, from before the run went on at 9, must not count as the newest."""
     folder = tmp_path / "checkpoints"
     for name in ("step-3", "step-6", "step-9", "step-12", "step-20", ".step-15.abc.tmp"):

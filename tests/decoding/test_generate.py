@@ -209,7 +209,7 @@ def test_frequencies_at_a_temperature(temperature, block_size):
     agree = p**2 + (1 - p) ** 2
     for a, b in ((tokens[:, 1:], tokens[:, :-1]), (tokens[1:], tokens[:-1])):
         assert within((a == b)[::2, ::2].sum(), (a == b)[::2, ::2].numel(), agree)
-    # Confidence is the model's own: without noise, at temperature 1, [MASK] in the normaliser.
+    # Confidence is the model's own: without noise, at temperature 1, [MASK] in the normalizer.
     own = torch.tensor([gap, 0.0, 5.0], dtype=torch.float64).softmax(0)
     for commit in rows[0].trace:
         assert commit.confidence == pytest.approx(float(own[commit.token]), rel=1e-12)

@@ -16,11 +16,11 @@ from tiny_packed import (
     SIZES,
     STARTS,
     full,
-    loss_rows,
     masked,
     packed,
     plain_decode,
     span,
+    supervised_rows,
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -82,7 +82,7 @@ def test_cached_gradients_equal_those_of_an_explicitly_frozen_context(checkpoint
     where, clean = span(), packed()
     noisy = masked(clean, span(sizes=(2, 1, 3)))
     context = masked(clean, where)
-    rows, target, weight = loss_rows(clean, where)
+    rows, target, weight = supervised_rows(clean, where)
     model = backbone("qwen2").train()
     model.set_gradient_checkpointing(checkpointing)
     cache = model.new_cache(3, max(LENGTHS))

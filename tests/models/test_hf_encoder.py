@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from tiny_hf import ENCODERS, FAMILY, TIGHT, WINDOW, backbone, logits, plain
 from tiny_hf import float64 as float64  # a fixture
-from tiny_packed import EOS, LENGTHS, SIZES, full, loss_rows, masked, packed, plain_decode, span
+from tiny_packed import (
+    EOS,
+    LENGTHS,
+    SIZES,
+    full,
+    masked,
+    packed,
+    plain_decode,
+    span,
+    supervised_rows,
+)
 
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
@@ -32,7 +42,7 @@ def test_the_transform_runs_for_the_wanted_tokens_alone(name):
     transform.register_forward_hook(lambda module, args, out: calls.append(len(out)))
     some = full(model, batch, wanted=wanted)
     torch.testing.assert_close(some, full(model, batch)[wanted.flatten()], **TIGHT)
-    model(batch, *loss_rows(batch, span()))
+    model(batch, *supervised_rows(batch, span()))
     assert calls == [6, 39, sum(SIZES)]
 
 
@@ -106,7 +116,7 @@ def test_cached_gradients_are_those_of_frozen_keys(name, checkpointing):
     what the context pass found; also when other draws come before backward."""
     where, clean = span(), packed()
     noisy = masked(clean, span(sizes=(2, 1, 3)))
-    rows, target, weight = loss_rows(clean, where)
+    rows, target, weight = supervised_rows(clean, where)
     model = backbone(name).train()
     model.set_gradient_checkpointing(checkpointing)
     context = Context(where, model.new_cache(3, max(LENGTHS)))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tiny_hf import ENCODERS, TIGHT, alone, assert_same_gradients, backbone, logits
 from tiny_hf import float64 as float64  # a fixture
 from tiny_modes import batch, mode_of, two_steps
-from tiny_packed import LENGTHS, full, loss_rows, masked, packed, span
+from tiny_packed import LENGTHS, full, masked, packed, span, supervised_rows
 
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
@@ -31,7 +31,7 @@ def test_packed_sequences_equal_the_plain_model_on_each(name, lengths):
 )
 def test_exact_loss_and_gradients_are_plain_ones_with_and_without_a_span(name, shift):
     batch, where = packed(), span()
-    rows, target, weight = loss_rows(batch, where)
+    rows, target, weight = supervised_rows(batch, where)
     found, slow = alone(name, batch)
     expected = (F.cross_entropy(found[rows - shift], target, reduction="none") * weight).sum()
     expected.backward()
@@ -98,8 +98,8 @@ def test_bfloat16_autocast_reaches_the_cache(name):
     with torch.autocast("cpu", torch.bfloat16):
         context = Context(where, model.new_cache(3, max(LENGTHS)))
         model(batch, None, None, None, context)
-        loss = model(batch, *loss_rows(batch, where), context)
+        loss = model(batch, *supervised_rows(batch, where), context)
     loss.backward()
-    exact = backbone(name)(batch, *loss_rows(batch, where)).item()
+    exact = backbone(name)(batch, *supervised_rows(batch, where)).item()
     assert context.cache.keys[0].dtype == torch.bfloat16
     assert loss.item() == pytest.approx(exact, rel=2**-6)  # bf16 keeps 8 bits

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_llada
 import torch
-from tiny_packed import LENGTHS, SIZES, STARTS, full, loss_rows, masked, packed, span
+from tiny_packed import LENGTHS, SIZES, STARTS, full, masked, packed, span, supervised_rows
 
 from bwsft.models.kv_cache import Context, Span
 
@@ -24,7 +24,7 @@ def test_pruned_rows_are_the_rows_of_the_whole_forward():
 
 def test_exact_loss_and_gradients_do_not_change_with_pruning():
     batch, where = packed(), span()
-    rows, target, weight = loss_rows(batch, where)
+    rows, target, weight = supervised_rows(batch, where)
     found = []
     for context in (None, Context(where)):
         model = backbone()
@@ -100,7 +100,7 @@ def test_cached_gradients_equal_those_of_an_explicitly_frozen_context(checkpoint
     where = span()
     clean = packed()
     context, noisy = masked(clean, where), masked(clean, span(sizes=(2, 1, 3)))
-    rows, target, weight = loss_rows(clean, where)
+    rows, target, weight = supervised_rows(clean, where)
 
     model = backbone()
     model.set_gradient_checkpointing(checkpointing)
@@ -123,7 +123,7 @@ def test_cached_gradients_equal_those_of_an_explicitly_frozen_context(checkpoint
 def test_cached_gradients_equal_finite_differences_with_the_cache_held_fixed():
     where, clean = span(), packed()
     noisy = masked(clean, span(sizes=(2, 1, 3)))
-    rows, target, weight = loss_rows(clean, where)
+    rows, target, weight = supervised_rows(clean, where)
     model = backbone()
     cache = model.new_cache(3, max(LENGTHS))
     model(masked(clean, where), None, None, None, Context(where, cache))
@@ -175,7 +175,7 @@ def test_a_draw_writes_its_own_slots_alone_and_draws_do_not_mix():
     for s, (start, size) in enumerate(zip(STARTS, SIZES, strict=True)):
         outside[s, start : start + size] = False
     before = [k[:, :-1][outside].clone() for k in cache.keys]
-    rows = loss_rows(clean, where)
+    rows = supervised_rows(clean, where)
     model(clean, *rows, context).backward()
     alone = [p.grad.clone() for p in model.parameters()]
     assert all(torch.equal(a, k[:, :-1][outside]) for a, k in zip(before, cache.keys, strict=True))

@@ -88,7 +88,7 @@ def test_only_relative_positions_matter():
     assert (b.hidden_states(ids, positions * 2, boundaries) - base).abs().max() > 1e-2
 
 
-def loss_rows(ids, rows):
+def supervised_rows(ids, rows):
     """Fixed-bound row list: two tail rows of weight 0."""
     rows = torch.tensor([*rows, 0, 0])
     target = ids[rows].clone()
@@ -102,7 +102,7 @@ def loss_rows(ids, rows):
 def test_loss_and_gradients_equal_full_logits(variant):
     b = backbone(**VARIANTS[variant])
     ids, positions, boundaries = packed()
-    rows, target, weight = loss_rows(ids, (2, 6, 7, 14, 20))
+    rows, target, weight = supervised_rows(ids, (2, 6, 7, 14, 20))
     batch = types.SimpleNamespace(ids=ids, position_ids=positions, cu_seqlens=boundaries)
     loss = b(batch, rows, target, weight)
     got = torch.autograd.grad(loss, list(b.parameters()))
@@ -117,7 +117,7 @@ def test_loss_and_gradients_equal_full_logits(variant):
 def test_loss_is_a_float32_scalar_and_obeys_shift_and_softcap():
     b = backbone(torch.float32)
     ids, positions, boundaries = packed()
-    rows, target, weight = loss_rows(ids, (2, 6, 20))
+    rows, target, weight = supervised_rows(ids, (2, 6, 20))
     batch = types.SimpleNamespace(ids=ids, position_ids=positions, cu_seqlens=boundaries)
     assert b(batch, rows, target, weight).shape == ()
     assert b(batch, rows, target, weight).dtype == torch.float32

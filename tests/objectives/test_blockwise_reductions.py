@@ -33,7 +33,7 @@ def batch_of(lengths, visit=0):
 
 
 def classical_by_hand(batch, spec):
-    """Classical SFT, written down: (noisy ids, loss rows, targets, weights of N1, N2 and N3)."""
+    """Classical SFT, written down: (noisy ids, rows, targets, weights of N1, N2 and N3)."""
     row = torch.repeat_interleave(torch.arange(batch.num_sequences), batch.cu_seqlens.diff().long())
     low, high = round(spec.low * ONE24), round(spec.high * ONE24)
     ids, visits = batch.sample_ids, batch.visits

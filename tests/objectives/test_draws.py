@@ -76,7 +76,7 @@ def draw(case, batch, place=None, **changes):
 
 
 def by_sequence(batch, drawn):
-    """Per example id: its noisy row, and its loss rows as (position, target, weight, smoothing)."""
+    """Per example id: its noisy row and (position, target, weight, smoothing) of what is supervised."""
     n, out = int(drawn.num_rows), {}
     smoothing = torch.as_tensor(drawn.smoothing).expand(len(drawn.rows))
     for s, sample in enumerate(batch.sample_ids.tolist()):

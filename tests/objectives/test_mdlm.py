@@ -106,7 +106,7 @@ def test_expected_loss_under_constant_cross_entropy(rate, loss):
     assert abs(int(drawn.num_rows) / (count * N) - mean) < 5 * spread / math.sqrt(count)
 
 
-def test_token_normalisation_is_the_mean_over_the_tokens_of_the_update():
+def test_token_normalization_is_the_mean_over_the_tokens_of_the_update():
     """Every token masked at t = 1: the summed loss over sequences is the mean CE of all tokens,
     also if a long and a short response lie in different micro-batches."""
     options = prepare(MdlmConfig(rate="llada"), low=1.0)

@@ -166,7 +166,7 @@ def test_equal_buckets_keep_the_mean_rate(softness, buckets):
 
 def test_elbo_weights():
     """softness 1, m = 4, t = 0.3: bucket 2 has p 0.2 and slope 4, so weight 20 / N; the masked
-    tokens of bucket 1 bear no loss, and are no loss rows."""
+    tokens of bucket 1 are not supervised, and are no supervised rows."""
     options = prepare(1.0, 4, "elbo", low=0.3, high=0.3)
     drawn = draw(batch_of([TWELVE] * 300), options)
     n = int(drawn.num_rows)

@@ -164,7 +164,7 @@ def flops_of(tiny, make_run, tmp_path, name, objective):
 
 def test_what_a_step_costs(tiny, make_run, tmp_path):
     """Two-step: exactly one forward more than its own second step, 4/3 for full fine-tuning; RDM
-    coupled: twice. Both within 1 %, the head left out: its cost follows the loss rows (of which
+    coupled: twice. Both within 1 %, the head left out: its cost follows the rows (of which
     predict has as many as tokens), while the ratio is of equal rows."""
     cost = {}
     for name, objective in CASES.items():

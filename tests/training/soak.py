@@ -117,7 +117,7 @@ class Soak:
                 bar.update()
 
     def live(self, moment: str, rng: random.Random, most: int) -> None:
-        """One life, killed at `moment`, after at most `most` steps if it lies behind the first."""
+        """One life, killed at `moment`, after at most `most` steps if it is not the first."""
         survive, share = rng.randint(0, max(most, 1)), rng.random()
         kept, log = newest(self.run), inode(self.run / "metrics.jsonl")
         halves = temporaries(self.run)

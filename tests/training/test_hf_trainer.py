@@ -18,7 +18,8 @@ from bwsft.checkpoints.resolve import load_trained
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.lora import LLADA_TARGETS
 from bwsft.training import trainer as t
-from bwsft.training.hf_trainer import BlockwiseCollator, BlockwiseTrainer, layout_of, load_examples
+from bwsft.training.hf_trainer import BlockwiseCollator, BlockwiseTrainer, load_examples
+from bwsft.training.run_data import layout_of
 from bwsft.training.setup import train
 
 HOLDOUT = {"dataset": c.DataConfig(template="chat", holdout=8)}  # 32 examples, 8 updates an epoch

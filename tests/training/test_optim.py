@@ -1,4 +1,4 @@
-"""Learning-rate schedule against hand-computed values, and the optimiser state's round trip."""
+"""Learning-rate schedule against hand-computed values, and the optimizer state's round trip."""
 
 import math
 
