@@ -35,6 +35,7 @@ from bwsft.models.dream_sdar import DreamConfig, SdarConfig
 from bwsft.models.families import model_class
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import read_family
+from bwsft.objectives.base import response_rows
 from bwsft.training.setup import setup, train
 
 B = 4
@@ -228,7 +229,9 @@ def plain_loss(plain, mode, batch, call, mask_id):
     total, seen = 0.0, 0
     edges = batch.cu_seqlens.tolist()
     places = {int(r): (int(k), w) for r, k, w in zip(rows, target, weight, strict=True) if w}
-    copies = iter(noisy.noisy.tolist()) if mode == "block_causal" else None
+    copies = None
+    if mode == "block_causal":
+        copies = iter(noisy.copy_of[response_rows(batch).inside].tolist())
     for s, prompt in enumerate(batch.prompt_lengths.tolist()):
         own = batch.ids[edges[s] : edges[s + 1]]
         if copies is None:

@@ -76,7 +76,7 @@ def draw(case, batch, place=None, **changes):
 
 
 def by_sequence(batch, drawn):
-    """Per example id: its noisy row and (position, target, weight, smoothing) of what is supervised."""
+    """Per example id: its noisy row, and (position, target, weight, smoothing) of the rows."""
     n, out = int(drawn.num_rows), {}
     smoothing = torch.as_tensor(drawn.smoothing).expand(len(drawn.rows))
     for s, sample in enumerate(batch.sample_ids.tolist()):
