@@ -164,9 +164,7 @@ def row_list(where: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.arange(size, device=where.device) < where.sum()
 
 
-def masked_draw(
-    batch: Batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int
-) -> Draw:
+def masked_draw(batch: Batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int) -> Draw:
     """The corruption that masks ``marked`` [T] and weighs each masked token by ``weight`` [T]."""
     noisy = dataclasses.replace(batch, ids=batch.ids.masked_fill(marked, mask_id))
     return supervise(noisy, batch.ids, marked, weight, rows)

@@ -267,17 +267,12 @@ def check_launch(device: str, cpu: bool) -> None:
         )
 
 
-def parts(count: int, micro: int, world: World) -> list[range]:
-    """The micro-batches, as ranges of an update's `count` sequences, of this rank.
+def shares(count: int, micro: int, size: int) -> list[list[range]]:
+    """The micro-batches of every one of `size` ranks, as ranges of an update's `count` sequences.
 
     A rank takes a contiguous share, as even as possible, in pieces of at most `micro`; the last
     ranks of a world larger than `count` get none.
     """
-    return shares(count, micro, world.size)[world.rank]
-
-
-def shares(count: int, micro: int, size: int) -> list[list[range]]:
-    """The micro-batches of every rank."""
     found, start = [], 0
     for rank in range(size):
         stop = start + count // size + (rank < count % size)

@@ -36,27 +36,12 @@ REPRO, FACTS, BATCH = "repro", "repro.json", "batch.safetensors"
 # A resumed run may differ from its config in these. Another device, micro-batch or kind of
 # parallelism changes rounding and dropout, the others change no later loss at all (unless a spike's
 # update is left out).
-FREE_ON_RESUME = {
-    "out",
-    "resume",
-    "data",  # moved; the records must be the same
-    "save_every",
-    "keep_last",
-    "grad_checkpointing",
-    "fused_ops",
-    "micro_batch_size",
-    "device",
-    "parallel",
-    "profile",
-    "trackers",
-    "watch.spike_factor",
-    "watch.spike_norm_factor",
-    "watch.spike_action",
-    "watch.spike_window",
-    "eval.every",
-    "eval.draws",
-    "dataset.cache_dir",
-}
+FREE_ON_RESUME = set(
+    "out resume save_every keep_last grad_checkpointing fused_ops micro_batch_size device parallel "
+    "profile trackers watch.spike_factor watch.spike_norm_factor watch.spike_action "
+    "watch.spike_window eval.every eval.draws dataset.cache_dir "
+    "data".split()  # moved; the records must be the same
+)
 
 
 def open_shared(config: c.Config, world: World) -> tuple[Path, Path | None]:
@@ -111,7 +96,6 @@ def refuse_changes(stored: str, now: c.Config, where: Path) -> None:
         )
 
 
-
 @dataclass(frozen=True)
 class RunFiles:
     """The files of one run folder."""
@@ -136,10 +120,8 @@ class RunFiles:
             "base": self.base,
             "device": device_name(run.device),
         }
-        path = save_checkpoint(
-            self.folder, done, run.backbone, self.tokenizer, run.optimizer, state, whole
-        )
-        prune(path, run.config.keep_last)
+        model = run.backbone, self.tokenizer, run.optimizer
+        prune(save_checkpoint(self.folder, done, *model, state, whole), run.config.keep_last)
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -158,24 +140,9 @@ class RunFiles:
         what: str,
         weights: dict[str, Tensor] | None,
     ) -> str:
-        """save_repro, in words. A full disk must not hide what ended the run."""
-        try:
-            path = self.save_repro(run, step, samples, part, what, weights)
-            return f"run them again (bwsft replay {path})"
-        except OSError as error:
-            return f"which could not be kept ({error})"
-
-    def save_repro(
-        self,
-        run: Run,
-        step: int,
-        samples: list[tuple[int, int]],
-        part: range,
-        what: str,
-        weights: dict[str, Tensor] | None,
-    ) -> Path:
         """Write RUN/repro/step-N: the packed batch, what was wrong, and unless `weights` is None
-        the model as it met the batch (as Run.weights gives it). Returns the folder."""
+        the model as it met the batch (as Run.weights gives it). Returns what became of it, in
+        words: a full disk must not hide what ended the run."""
         path = self.folder / REPRO / f"step-{step + 1}"
         chosen = [samples[i] for i in part]
         batch = vars(run.data.pack(chosen))
@@ -190,9 +157,12 @@ class RunFiles:
         }
         if path.exists():  # the same step of an earlier attempt
             path = path.with_name(f"{path.name}-{int(time.time())}")
-        with folder_atomic(path) as folder:
-            save_file(batch, folder / BATCH)
-            write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
-            if weights is not None:
-                save_model(run.backbone.model, folder, weights or None)
-        return path
+        try:
+            with folder_atomic(path) as folder:
+                save_file(batch, folder / BATCH)
+                write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+                if weights is not None:
+                    save_model(run.backbone.model, folder, weights or None)
+        except OSError as error:
+            return f"which could not be kept ({error})"
+        return f"run them again (bwsft replay {path})"

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from bwsft.objectives.base import Place
 from bwsft.training import guards
 from bwsft.training.context_modes import ContextMode, Loss
-from bwsft.training.distributed import World, parts
+from bwsft.training.distributed import World, shares
 from bwsft.training.optim import clip, lr_at
 from bwsft.training.profiling import profiler
 from bwsft.training.signals import Signals
@@ -104,7 +104,7 @@ def train_step(run: Run, step: int) -> Step:
     place, losses, tokens, waited = run.place(step, samples), [], 0, 0.0
     run.optimizer.zero_grad(set_to_none=True)
 
-    for part in parts(len(samples), config.micro_batch_size, world):
+    for part in shares(len(samples), config.micro_batch_size, world.size)[world.rank]:
         # 1. Pack: no padding, the canvas of every example laid out as the decoder will see it.
         began = time.perf_counter()
         batch = data.pack(samples[part.start : part.stop])
