@@ -77,18 +77,10 @@ class Blockwise(Objective):
         """The draws of one visit of each example, of this block if one is given."""
         for number in range(self.draws_per_visit):
             masked = self.mask(batch, number, block)
-            yield Draw(
-                noisy=dataclasses.replace(batch, ids=masked.noisy_ids),
-                rows=masked.rows,
-                target=masked.row_target,
-                weight=masked.row_weight,
-                num_rows=masked.num_rows,
-                region=masked.block_length.sum(),
-                block_start=masked.block_start,
-                block_length=masked.block_length,
-                number=number,
-                of=self.draws_per_visit,
-            )
+            yield dataclasses.replace(
+                draw_of(batch, masked), block_start=masked.block_start,
+                block_length=masked.block_length, number=number, of=self.draws_per_visit,
+            )  # fmt: skip
 
     def mask(self, batch: Batch, draw: int = 0, block: int | None = None) -> MaskedBatch:
         """Mask number `draw` of a visit's active blocks.
@@ -116,19 +108,11 @@ class Blockwise(Objective):
         if isinstance(factor, float):
             factor = None if factor == 1 else torch.full_like(number, factor, dtype=torch.float64)
         return block_mask(
-            batch.ids,
-            batch.prompt_lengths,
-            batch.response_lengths,
-            spec,
-            cu_seqlens=batch.cu_seqlens,
-            sample_ids=batch.sample_ids,
-            draw=number,
-            block=chosen,
-            block_weights=weights,
-            block_draw=None if draws == 1 else visit * draws,
-            rate=rate,
-            factor=factor,
-        )
+            batch.ids, batch.prompt_lengths, batch.response_lengths, spec,
+            cu_seqlens=batch.cu_seqlens, sample_ids=batch.sample_ids,
+            draw=number, block=chosen, block_weights=weights,
+            block_draw=None if draws == 1 else visit * draws, rate=rate, factor=factor,
+        )  # fmt: skip
 
     def one_pass_draw(self, batch: Batch) -> Draw:
         """Every block of every response masked, each as a short sequence with a rate and marks of
@@ -158,33 +142,32 @@ class Blockwise(Objective):
             block_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             weight = weight / per_row[owner][block_of[masked.rows]]
         noisy = batch.ids.index_copy(0, places, masked.noisy_ids)
-        return Draw(
-            noisy=dataclasses.replace(batch, ids=noisy),
-            rows=places[masked.rows],
-            target=masked.row_target,
-            weight=weight,
-            num_rows=masked.num_rows,
-            region=masked.block_length.sum(),
-        )
+        rows = places[masked.rows]
+        masked = dataclasses.replace(masked, noisy_ids=noisy, rows=rows, row_weight=weight)
+        return draw_of(batch, masked)
+
+
+def draw_of(batch: Batch, masked: MaskedBatch) -> Draw:
+    """What block_mask made of a batch, as a draw."""
+    return Draw(
+        noisy=dataclasses.replace(batch, ids=masked.noisy_ids),
+        rows=masked.rows,
+        target=masked.row_target,
+        weight=masked.row_weight,
+        num_rows=masked.num_rows,
+        region=masked.block_length.sum(),
+    )
 
 
 def mask_spec(config: Any, family: Any) -> MaskSpec:
     """The kernel's options for a run `config` on a model `family`."""
     o = config.objective
     return MaskSpec(
-        block_size=config.block_size,
-        mask_id=family.mask_id,
-        seed=config.seed,
-        low=o.low,
-        high=o.high,
+        block_size=config.block_size, mask_id=family.mask_id, seed=config.seed,
+        block_origin=family.block_origin, low=o.low, high=o.high, empty=o.empty, pairs=o.pairs,
         weight="flat" if o.weight == "discrete" else o.weight,  # omega_t comes with each draw
-        empty=o.empty,
-        block_factor=o.block_factor,
-        prefix_noise=o.prefix_noise,
-        suffix_leak=o.suffix_leak,
-        block_origin=family.block_origin,
-        pairs=o.pairs,
-    )
+        block_factor=o.block_factor, prefix_noise=o.prefix_noise, suffix_leak=o.suffix_leak,
+    )  # fmt: skip
 
 
 def draw_level(levels: DiscreteConfig, u24: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,13 +47,9 @@ class World:
     """This process and the others of its run."""
 
     def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        kind: str = "ddp",
-        device: torch.device | None = None,
+        self, rank: int = 0, size: int = 1, kind: str = "ddp", device: torch.device | None = None,
         host: dist.ProcessGroup | None = None,
-    ):
+    ):  # fmt: skip
         """device: what the launcher gave this process; host: the gloo group for numbers."""
         self.rank, self.size, self.device, self._host = rank, size, device, host
         self.sharded = size > 1 and kind == "fsdp"

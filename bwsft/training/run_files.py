@@ -13,14 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bwsft import config as c
-from bwsft.checkpoints.folders import (
-    newest_complete,
-    prune,
-    save_checkpoint,
-    save_model,
-    step_of,
-    versions,
-)
+from bwsft.checkpoints import folders
+from bwsft.checkpoints.folders import newest_complete, save_checkpoint, step_of
 from bwsft.checkpoints.optimizer_state import moments
 from bwsft.checkpoints.state import read_state
 from bwsft.training.distributed import World
@@ -77,7 +71,7 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
         state = read_state(checkpoint)
         refuse_changes(json.dumps(state["config"]), config, checkpoint)
         print(f"resuming from {checkpoint}")
-        if (writer := state.get("versions", {}).get("torch")) != versions()["torch"]:
+        if (writer := state.get("versions", {}).get("torch")) != folders.versions()["torch"]:
             print(f"  torch is no longer {writer}: losses may differ in their last bits")
     return folder, checkpoint
 
@@ -121,25 +115,21 @@ class RunFiles:
             "device": device_name(run.device),
         }
         model = run.backbone, self.tokenizer, run.optimizer
-        prune(save_checkpoint(self.folder, done, *model, state, whole), run.config.keep_last)
-
-    def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return newest_complete(self.folder)[0]
+        path = save_checkpoint(self.folder, done, *model, state, whole)
+        folders.prune(path, run.config.keep_last)
 
     def repros(self) -> list[Path]:
         """Folders of the batches that were kept."""
         return list((self.folder / REPRO).glob("step-*"))
 
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return newest_complete(self.folder)[0]
+
     def keep(
-        self,
-        run: Run,
-        step: int,
-        samples: list[tuple[int, int]],
-        part: range,
-        what: str,
+        self, run: Run, step: int, samples: list[tuple[int, int]], part: range, what: str,
         weights: dict[str, Tensor] | None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Write RUN/repro/step-N: the packed batch, what was wrong, and unless `weights` is None
         the model as it met the batch (as Run.weights gives it). Returns what became of it, in
         words: a full disk must not hide what ended the run."""
@@ -147,14 +137,10 @@ class RunFiles:
         chosen = [samples[i] for i in part]
         batch = vars(run.data.pack(chosen))
         facts = {
-            "what": what,
-            "step": step,
-            "first": part.start,
-            "sequences": len(samples),
-            "sample_ids": run.data.sample_ids(chosen),
-            "max_length": batch.pop("max_length"),
+            "what": what, "step": step, "first": part.start, "sequences": len(samples),
+            "sample_ids": run.data.sample_ids(chosen), "max_length": batch.pop("max_length"),
             "config": dataclasses.asdict(run.config),
-        }
+        }  # fmt: skip
         if path.exists():  # the same step of an earlier attempt
             path = path.with_name(f"{path.name}-{int(time.time())}")
         try:
@@ -162,7 +148,7 @@ class RunFiles:
                 save_file(batch, folder / BATCH)
                 write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
                 if weights is not None:
-                    save_model(run.backbone.model, folder, weights or None)
+                    folders.save_model(run.backbone.model, folder, weights or None)
         except OSError as error:
             return f"which could not be kept ({error})"
         return f"run them again (bwsft replay {path})"
