@@ -173,9 +173,7 @@ def block_grid(scale: Scale) -> Plan:
     claims = []
     for kind in kinds:
         matched = tuple((f"B {b}", f"{kind}@{b}") for b in scale.grid)
-        crossed = tuple(
-            (f"B {a}", f"{kind}@{b}") for a in scale.grid for b in scale.grid if a != b
-        )
+        crossed = tuple((f"B {a}", f"{kind}@{b}") for a in scale.grid for b in scale.grid if a != b)
         small, large = (matched, crossed) if kind == "nelbo" else (crossed, matched)
         text = f"trained and decoded at the same block size is better than crossed ({kind})"
         claims.append(Claim(text, small, large))

@@ -88,13 +88,8 @@ class WholeResponse(Objective):
 
 def common(config: Any, family: Any) -> dict[str, int]:
     """The fields of `WholeResponse` for a run `config` on a model `family`."""
-    objective = config.objective
-    return {
-        "mask_id": family.mask_id,
-        "seed": config.seed,
-        "low": round(objective.low * ONE24),
-        "high": round(objective.high * ONE24),
-    }
+    low, high = (round(t * ONE24) for t in (config.objective.low, config.objective.high))
+    return {"mask_id": family.mask_id, "seed": config.seed, "low": low, "high": high}
 
 
 class Rows(NamedTuple):

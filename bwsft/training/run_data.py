@@ -41,10 +41,6 @@ class TrainingData:
         """Sequences of one epoch."""
         return len(self.train_index if self.each is None else self.each)
 
-    @property
-    def fingerprint(self) -> str:
-        return self.examples.fingerprint
-
     def samples(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
         """(example index, earlier visits) of every sequence of optimizer update `step`."""
         samples = packing.samples(step, batch_size, self.epoch, seed)

@@ -110,7 +110,7 @@ class RunFiles:
         logs.sync()
         state = {
             "config": json.loads(c.to_json(run.config)),
-            "data": run.data.fingerprint,
+            "data": run.data.examples.fingerprint,
             "base": self.base,
             "device": device_name(run.device),
         }

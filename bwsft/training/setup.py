@@ -121,7 +121,8 @@ def setup(
         )
     with world.main_first():
         data = plan_data(config, tokenizer, family)
-    if checkpoint is not None and read_state(checkpoint)["data"] != data.fingerprint:
+    fingerprint = data.examples.fingerprint
+    if checkpoint is not None and read_state(checkpoint)["data"] != fingerprint:
         raise ValueError(
             f"--resume: {config.data or 'the generated data'} is not what {folder} was trained "
             "on; give the same records, tokenizer and limits"

@@ -185,7 +185,8 @@ def loop(run: Run, logs: Logs, asked: Signals) -> int:
             result = train_step(run, done)
             seconds = time.perf_counter() - began
             done += 1
-            logs.append("metrics", {"step": done, **line_of(result), "seconds": seconds})
+            facts = {k: v for k, v in vars(result).items() if k != "skipped" or v}
+            logs.append("metrics", {"step": done, **facts, "seconds": seconds})
             bar.set_postfix_str(
                 f"loss {result.loss:.4f}, {result.tokens / seconds:,.0f} tok/s, "
                 f"{result.supervised_tokens / seconds:,.0f} supervised tok/s",
@@ -205,11 +206,6 @@ def loop(run: Run, logs: Logs, asked: Signals) -> int:
         if saved < done:  # the signal came during an evaluation
             run.files.save(run, done, logs)
     return done
-
-
-def line_of(result: Step) -> dict[str, float | int | bool]:
-    """A line of metrics.jsonl; `skipped` only where it is true."""
-    return {k: v for k, v in vars(result).items() if k != "skipped" or v}
 
 
 def progress(run: Run) -> tqdm:
