@@ -88,9 +88,7 @@ def gate(device: torch.device, variants: list[str] | tuple = ()) -> None:
                                  f"than with {pair[1]}; nothing was timed")
 
 
-def run_point(
-    args: Namespace, model: Backbone | None, shape: tuple[int, int, int]
-) -> output.Point:
+def run_point(args: Namespace, model: Backbone | None, shape: tuple[int, int, int]) -> output.Point:
     """One shape: prompt, gen, batch."""
     settings = {"size": args.size, "prompt": shape[0], "gen": shape[1], "batch": shape[2],
                 "block": args.block, "blocks": args.blocks or shape[1] // args.block}

@@ -65,9 +65,7 @@ def measure(
 def all_steps(backbone: Backbone | None, variants: Variants) -> dict[str, harness.Step]:
     """Name -> optimizer step, one optimizer for all."""
     optimizer = backbone and make_optimizer(backbone, OptimConfig())
-    return {
-        name: step_of(backbone, mode, job, optimizer) for name, (mode, job) in variants.items()
-    }
+    return {name: step_of(backbone, mode, job, optimizer) for name, (mode, job) in variants.items()}
 
 
 def counted(args: Namespace, mode: Variant | None, job: Job) -> int:

@@ -51,7 +51,7 @@ def render(folder: Path) -> str:
     parts = [INTRODUCTION, f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for path, content in files:
         device = content.get("header", content)["device"]
-        cells = (f"[{path.stem}](#{anchor(path)})", TITLES[content["bench"]], device,
+        cells = (f"[{path.stem}](#{path.stem.lower()})", TITLES[content["bench"]], device,
                  date_of(content), headline(content))
         parts.append(f"| {' | '.join(cells)} |")
     pages = [p for p in sorted(folder.glob("*.md")) if p.name != "README.md"]
@@ -59,11 +59,6 @@ def render(folder: Path) -> str:
     for path, content in files:
         parts += ["", f"## {path.stem}", "", *section(path, content)]
     return "\n".join(parts) + "\n"
-
-
-def anchor(path: Path) -> str:
-    """GitHub's id of the heading."""
-    return path.stem.lower()
 
 
 def title_of(page: Path) -> str:

@@ -56,13 +56,9 @@ def _loss(dtype, rows: int, full: bool):
 def _stats(dtype, rows: int, full: bool, noise: bool):
     x, head = torch.empty(rows, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
     options = ArgmaxOptions(
-        banned=(126_081,) if full else (),
-        hidden_id=V - 128,
-        entropy=full,
-        margin=full,
-        softcap=30.0 if full else 0.0,
-        round_bf16=full,
-    )
+        banned=(126_081,) if full else (), hidden_id=V - 128, entropy=full, margin=full,
+        softcap=30.0 if full else 0.0, round_bf16=full,
+    )  # fmt: skip
     key = torch.zeros(5, rows, dtype=torch.int64) if noise else None
     bias = torch.empty(V, dtype=dtype) if full else None
     _linear_argmax_triton.head_argmax(x, head, bias, options, key, float(noise))
@@ -114,11 +110,8 @@ def cases(table, dtype=torch.bfloat16):
         yield "cross_entropy_rows", variant, block, partial(_rows, dtype, full)
         for name, shape, launch in _small(dtype, full):
             yield name, variant, shape, launch
-        launches = {
-            "loss": _loss,
-            "stats": partial(_stats, noise=False),
-            "noise": partial(_stats, noise=True),
-        }
+        stats, noise = (partial(_stats, noise=wanted) for wanted in (False, True))
+        launches = {"loss": _loss, "stats": stats, "noise": noise}
         if full:
             launches["grad_input"] = _grad_input
         for name, launch in launches.items():

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -84,22 +85,18 @@ class _Driver:
 @contextlib.contextmanager
 def _compiling_for(chip: Chip, kernels: list):
     """Inside, launches compile for `chip` and append to `kernels` instead of running."""
-    run, active = JITFunction.run, driver._active
-    architecture, processors = _tuning.architecture, _tuning.processors
+    run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
-    JITFunction.run = compile_only
-    _tuning.architecture = lambda device: chip.table
-    _tuning.processors = lambda device: chip.processors
-    driver.set_active(_Driver(chip.target))
-    try:
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(_tuning, "architecture", lambda device: chip.table),
+        mock.patch.object(_tuning, "processors", lambda device: chip.processors),
+        mock.patch.object(driver, "_active", _Driver(chip.target)),
+    ):
         yield
-    finally:
-        JITFunction.run = run
-        _tuning.architecture, _tuning.processors = architecture, processors
-        driver.set_active(active)
 
 
 def compile_launch(launch, arch: int) -> list:
@@ -133,20 +130,14 @@ def inspect(kernel, arch: int, variant: str, tile: str) -> Row:
     by_shared = chip.sm_bytes // (meta.shared + 1024)
     return Row(
         kernel=meta.name.removeprefix("_").removesuffix("_kernel"),
-        variant=variant,
-        arch=arch,
-        tile=tile,
-        warps=warps,
-        stages=meta.num_stages,
-        registers=registers,
-        spilled=stack + local,
-        shared=meta.shared,
+        variant=variant, arch=arch, tile=tile, warps=warps, stages=meta.num_stages,
+        registers=registers, spilled=stack + local, shared=meta.shared,
         ctas=min(by_registers, by_shared, chip.warps // warps, chip.ctas),
         matrix=next((name for name in ("wgmma", "mma.sync") if name in ptx), "-"),
         widths=tuple(sorted(set(widths))),
         copies=len(copies),
         fp_fusion=meta.enable_fp_fusion,
-    )
+    )  # fmt: skip
 
 
 def build(arch: int, dtype=torch.bfloat16) -> list[Row]:

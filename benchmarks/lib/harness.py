@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -153,8 +154,8 @@ def time_interleaved(
         if results[name].note or sum(times["total"]) > SLOW_SECONDS:
             continue
         gc.collect()
-        phases = attempt(results[name], timed, steps[name], device)
-        for phase, seconds in (phases or {}).items():
+        phases = attempt(results[name], timed, steps[name], device) or {}
+        for phase, seconds in phases.items():
             if number:
                 times[phase].append(seconds)
     gc.unfreeze()
@@ -249,15 +250,14 @@ def memory(step: Step, result: Result, args: argparse.Namespace, *shape: object)
         lines = done.stderr.strip().splitlines()
         result.note = f"memory run failed: {lines[-1] if lines else done.returncode}"
         return
-    measured = json.loads(done.stdout.splitlines()[-1])
-    result.peak_bytes, result.baseline_bytes = measured["peak_bytes"], measured["baseline_bytes"]
+    result.peak_bytes, result.baseline_bytes = json.loads(done.stdout.splitlines()[-1])
 
 
 def print_memory(step: Step, args: argparse.Namespace) -> None:
     """What the child process does."""
     result = Result(args.measure_memory)
     measure_memory(step, args.device, result)
-    print(json.dumps({"peak_bytes": result.peak_bytes, "baseline_bytes": result.baseline_bytes}))
+    print(json.dumps([result.peak_bytes, result.baseline_bytes]))
 
 
 def peak_of(device: torch.device) -> Peak:
@@ -267,15 +267,8 @@ def peak_of(device: torch.device) -> Peak:
         return Peak(*next((peak for word, peak in PEAKS.items() if word in name), (None, None)))
     a, source = torch.randn(1536, 1536), torch.ones(32 << 20)
     target = torch.empty_like(source)
-    product = _fastest(lambda: a @ a)
-    copy = _fastest(lambda: target.copy_(source))
+    product, copy = (
+        min(timeit.repeat(run, timer=clock(device), repeat=5, number=1))
+        for run in (lambda: a @ a, lambda: target.copy_(source))
+    )
     return Peak(2 * len(a) ** 3 / product, 2 * source.nbytes / copy)
-
-
-def _fastest(run: Callable[[], object], repeats: int = 5) -> float:
-    times, seconds = [], clock(torch.device("cpu"))
-    for _ in range(repeats):
-        start = seconds()
-        run()
-        times.append(seconds() - start)
-    return min(times)

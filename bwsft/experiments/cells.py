@@ -58,10 +58,6 @@ def digest(config: c.Config) -> str:
     return hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8]
 
 
-class Interrupted(Exception):
-    """A cell was asked to stop; run the experiment again to go on."""
-
-
 def read(folder: Path, cell: Cell) -> dict:
     """What is finished of a cell."""
     path = folder / f"{cell.key}.json"
@@ -122,7 +118,7 @@ def train_cell(out: Path, config: c.Config) -> dict:
         raise RuntimeError(f"{out.name}: the training failed, see {out}.log")
     log = read_log(out / "metrics.jsonl")
     if len(log) < config.steps:
-        raise Interrupted(f"{out.name} stopped after {len(log)} of {config.steps} updates")
+        raise RuntimeError(f"{out.name} stopped after {len(log)} of {config.steps} updates")
     evals = read_log(out / "eval.jsonl")
     names = ("tokens", "supervised_tokens", "region_tokens", "seconds")
     return {

@@ -17,7 +17,7 @@ from bwsft.data.word_problems import largest_operand
 from bwsft.experiments import report, scales
 from bwsft.experiments.estimate import print_plan
 from bwsft.experiments.measures import TestSet
-from bwsft.experiments.plans import PILOT_SEED, PLANS, Plan
+from bwsft.experiments.plans import PILOT_SEED, PLANS
 from bwsft.experiments.runner import run_plan, with_updates
 from bwsft.experiments.scales import Scale
 from bwsft.utils.files import write_atomic
@@ -81,7 +81,11 @@ def run_experiment(options: ExperimentOptions) -> int:
     tests = chosen_test_set(options, scale)
     out = Path(options.out or f"runs/experiments-{scale.name}")
 
-    write_plan(plan, scale, seeds, out)
+    stored = out / f"plan-{plan.name}.json"
+    if not stored.exists():  # the plan as it stood before any result
+        out.mkdir(parents=True, exist_ok=True)
+        content = {"scale": scale.name, "seeds": seeds, "plan": dataclasses.asdict(plan)}
+        write_atomic(stored, json.dumps(content, indent=1) + "\n")
     arms = run_plan(plan, seeds, out, tests, options.jobs)
     finished = report.Finished(plan, scale, seeds, tests, arms)
     page = report.write(finished, Path(options.report or out / "reports"))
@@ -94,8 +98,8 @@ def chosen_scale(options: ExperimentOptions) -> Scale:
     """The scale with what the options change in it."""
     made = {"mini": scales.mini, "debug": scales.debug, "gsm8k": scales.gsm8k}
     scale = made[options.scale]() if options.scale in made else scales.eight_b(options.preset)
-    changes = {"model": options.model, "data": options.data}
-    changes = {key: value for key, value in changes.items() if value is not None}
+    named = {"model": options.model, "data": options.data}
+    changes = {key: value for key, value in named.items() if value is not None}
     base = dataclasses.replace(scale.base, **changes)
     if options.steps is not None:
         base = with_updates(base, options.steps)
@@ -117,23 +121,9 @@ def chosen_test_set(options: ExperimentOptions, scale: Scale) -> TestSet:
     for path in filter(None, (options.nelbo_data, options.gsm8k, options.math)):
         if not Path(path).is_file():
             raise ValueError(f"{path} is not a file")
-    return TestSet(
-        problems=options.problems,
-        gsm8k=options.gsm8k,
-        math=options.math,
-        nelbo_data=options.nelbo_data,
-        batch_size=10 if scale.name in ("gsm8k", "8b") else 50,
-    )
-
-
-def write_plan(plan: Plan, scale: Scale, seeds: list[int], out: Path) -> None:
-    """The plan as it stood before any result: arms, measures, claims."""
-    path = out / f"plan-{plan.name}.json"
-    if path.exists():
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    content = {"scale": scale.name, "seeds": seeds, "plan": dataclasses.asdict(plan)}
-    write_atomic(path, json.dumps(content, indent=1) + "\n")
+    files = {name: getattr(options, name) for name in ("gsm8k", "math", "nelbo_data")}
+    batch_size = 10 if scale.name in ("gsm8k", "8b") else 50
+    return TestSet(problems=options.problems, batch_size=batch_size, **files)
 
 
 def show(finished: report.Finished) -> None:

@@ -15,7 +15,7 @@ from bwsft.experiments.scales import Scale
 from bwsft.utils.flops import Cost, TrainingCost
 
 PAPER_TOKENS_PER_S = 5100  # one A100, the paper's figure for LLaDA-8B with LoRA
-A100_FLOPS, UTILIZATION = 312e12, 0.4
+A100_FLOPS, UTILIZATION = 312e12, 0.4  # dense bf16
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,6 @@ class Estimate:
     tokens: float
     flops: float
 
-    @property
-    def paper_hours(self) -> float:
-        """At the paper's tokens per second."""
-        return self.tokens / PAPER_TOKENS_PER_S / 3600
-
-    @property
-    def flop_hours(self) -> float:
-        """At 40 % of an A100's dense bf16 peak."""
-        return self.flops / (A100_FLOPS * UTILIZATION) / 3600
-
 
 def shape_of(config: c.Config) -> Cost:
     """Layer sizes of the run's model: its config.json where it is a folder, the embedded base's, or
@@ -44,10 +34,9 @@ def shape_of(config: c.Config) -> Cost:
     from bwsft.models.llada_config import LladaConfig
 
     folder = Path(config.model) if config.model else TINY
-    if not (folder / "config.json").is_file():
-        found = LladaConfig()
-    else:
-        found = LladaConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    path = folder / "config.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = LladaConfig(**known)
     return Cost(found.d_model, found.n_layers, found.mlp_hidden_size, found.vocab_size)
 
 
@@ -96,7 +85,7 @@ def estimate(arm: Arm, plan: Plan) -> Estimate | None:
         other = next(a.config for a in plan.arms if a.name == arm.equal_flops_of)
         updates = round(other.steps * update_flops(other, shape, prompt, canvas) / per_update)
     if arm.traversals is not None:
-        examples = (config.dataset.limit or config.steps * config.batch_size)
+        examples = config.dataset.limit or config.steps * config.batch_size
         examples -= config.dataset.holdout if config.dataset.limit else 0
         each = canvas // config.block_size if config.objective.blocks == "each" else 1
         updates = round(examples * each * arm.traversals / config.batch_size)
@@ -118,15 +107,12 @@ def print_plan(plan: Plan, scale: Scale, seeds: list[int]) -> None:
         if found is None:
             table.add_row(arm.name, *["-"] * 5)
             continue
-        hours += found.flop_hours * len(seeds)
+        flop_hours = found.flops / (A100_FLOPS * UTILIZATION) / 3600
+        hours += flop_hours * len(seeds)
         table.add_row(
-            arm.name,
-            f"{found.updates:,}",
-            f"{found.tokens:,.0f}",
-            f"{found.flops / 1e12:,.2f}",
-            f"{found.paper_hours:.2g}",
-            f"{found.flop_hours:.2g}",
-        )
+            arm.name, f"{found.updates:,}", f"{found.tokens:,.0f}", f"{found.flops / 1e12:,.2f}",
+            f"{found.tokens / PAPER_TOKENS_PER_S / 3600:.2g}", f"{flop_hours:.2g}",
+        )  # fmt: skip
     console = Console()
     console.print(plan.question, highlight=False)
     console.print(table)

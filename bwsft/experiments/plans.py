@@ -8,7 +8,7 @@ which should be smaller.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,8 +51,8 @@ class Plan:
     name: str
     title: str
     question: str
-    arms: tuple[Arm, ...]
-    claims: tuple[Claim, ...]
+    arms: Sequence[Arm]
+    claims: Sequence[Claim]
 
 
 OBJECTIVES = ("classical", "mdlm", "soft_masked", "rdm", "two_step", "blockwise")
@@ -66,8 +66,10 @@ PILOT_RATES = (1e-3, 3e-3, 1e-2)
 PILOT_SEED = 1000
 
 
-def with_objective(scale: Scale, name: str, **changes: Any) -> c.Config:
-    """The scale's config with an objective and without the options of others."""
+def with_objective(
+    scale: Scale, name: str, options: Mapping[str, Any] | None = None, **changes: Any
+) -> c.Config:
+    """The scale's config with an objective, these options of it, and without those of others."""
     config = dataclasses.replace(scale.base, **changes)
     objective = dataclasses.replace(config.objective, name=name)
     if name != "blockwise":  # what belongs to blocks, as the `released` preset sets it
@@ -76,23 +78,26 @@ def with_objective(scale: Scale, name: str, **changes: Any) -> c.Config:
         objective = dataclasses.replace(plain, empty=empty)
     elif config.context == "block_causal":  # every block of a visit is trained
         objective = dataclasses.replace(objective, blocks="uniform")
+    objective = dataclasses.replace(objective, **(options or {}))
     return dataclasses.replace(config, objective=objective)
 
 
-def matches(scale: Scale, blocks: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(f"{task}@{b}" for task in scale.tasks for b in blocks)
+def all_at(scale: Scale, block: int) -> tuple[str, ...]:
+    """NELBO and exact match at one block size."""
+    return tuple(f"{kind}@{block}" for kind in ("nelbo", *scale.tasks))
 
 
 def usual(scale: Scale) -> tuple[str, ...]:
     """NELBO at every block size of the grid, exact match at the scale's own."""
-    return tuple(f"nelbo@{b}" for b in scale.grid) + matches(scale, (scale.block_size,))
+    matches = all_at(scale, scale.block_size)[1:]
+    return (*(f"nelbo@{b}" for b in scale.grid), *matches)
 
 
 def better(scale: Scale, name: str, other: str) -> list[Claim]:
     """`name` beats `other` in NELBO and in exact match at the scale's block size."""
-    nelbo = f"nelbo@{scale.block_size}"
+    nelbo, *matches = all_at(scale, scale.block_size)
     out = [Claim(f"{name} has a lower NELBO than {other}", ((name, nelbo),), ((other, nelbo),))]
-    for match in matches(scale, (scale.block_size,)):
+    for match in matches:
         text = f"{name} has more exact matches ({match.split('@')[0]}) than {other}"
         out.append(Claim(text, ((other, match),), ((name, match),)))
     return out
@@ -116,21 +121,18 @@ def table(scale: Scale) -> Plan:
         arms.append(Arm(f"{name}, equal FLOPs", config, measures, equal_flops_of="classical"))
     for name, changes in MODES.items():
         config = with_objective(scale, "blockwise", **changes)
-        own = (f"nelbo@{scale.block_size}", *matches(scale, (scale.block_size,)))
+        own = all_at(scale, scale.block_size)
         arms.append(Arm(name, config, own, equal_flops_of="classical"))
     claims = []
     for other in ("base", *OBJECTIVES[:-1]):
         claims += better(scale, "blockwise", other)
     for mode in MODES:
         claims += better(scale, mode, "blockwise")
-    return Plan(
-        "table",
-        "The paper's table: base and six objectives",
+    question = (
         "Does Blockwise SFT beat the other objectives at the same number of updates (EQUAL-FLOPS), "
-        "decoded in blocks? Do the context modes change the order?",
-        tuple(arms),
-        tuple(claims),
+        "decoded in blocks? Do the context modes change the order?"
     )
+    return Plan("table", "The paper's table: base and six objectives", question, arms, claims)
 
 
 def equal_flops(scale: Scale) -> Plan:
@@ -138,13 +140,8 @@ def equal_flops(scale: Scale) -> Plan:
     names = ("classical", "blockwise")
     arms = [Arm(name, with_objective(scale, name), usual(scale)) for name in names]
     claims = better(scale, "blockwise", "classical")
-    return Plan(
-        "equal-flops",
-        "EQUAL-FLOPS",
-        "Blockwise against Classical at the same number of updates of the same size.",
-        (base_arm(scale), *arms),
-        tuple(claims),
-    )
+    question = "Blockwise against Classical at the same number of updates of the same size."
+    return Plan("equal-flops", "EQUAL-FLOPS", question, [base_arm(scale), *arms], claims)
 
 
 def equal_tokens(scale: Scale) -> Plan:
@@ -154,108 +151,85 @@ def equal_tokens(scale: Scale) -> Plan:
     names = OBJECTIVES if scale.name == "8b" else ("classical", "blockwise")
     for tau in (1, 2, 3):
         for name in names:
-            config = with_objective(scale, name)
+            config = with_objective(scale, name, {"blocks": "each"} if name == "blockwise" else {})
             if scale.traversal_examples is not None:
                 limit = scale.traversal_examples + config.dataset.holdout
                 data = dataclasses.replace(config.dataset, limit=limit)
                 config = dataclasses.replace(config, dataset=data)
-            if name == "blockwise":
-                objective = dataclasses.replace(config.objective, blocks="each")
-                config = dataclasses.replace(config, objective=objective)
             arms.append(Arm(f"{name}, tau {tau}", config, usual(scale), traversals=tau))
         claims += better(scale, f"blockwise, tau {tau}", f"classical, tau {tau}")
-    return Plan(
-        "equal-tokens",
-        "EQUAL-TOKENS",
-        "Blockwise against the others at the same number of supervised region tokens.",
-        tuple(arms),
-        tuple(claims),
-    )
+    question = "Blockwise against the others at the same number of supervised region tokens."
+    return Plan("equal-tokens", "EQUAL-TOKENS", question, arms, claims)
 
 
 def block_grid(scale: Scale) -> Plan:
     """Training block size x decoding block size, at equal updates."""
-    measures = tuple(f"nelbo@{b}" for b in scale.grid) + matches(scale, scale.grid)
+    kinds = ("nelbo", *scale.tasks)
+    measures = tuple(f"{kind}@{b}" for kind in kinds for b in scale.grid)
     arms = [base_arm(scale, measures)]
     for b in scale.grid:
         config = with_objective(scale, "blockwise", block_size=b)
         arms.append(Arm(f"B {b}", config, measures))
     claims = []
-    for kind in ("nelbo", *scale.tasks):
+    for kind in kinds:
         matched = tuple((f"B {b}", f"{kind}@{b}") for b in scale.grid)
-        crossed = tuple(
-            (f"B {a}", f"{kind}@{b}") for a in scale.grid for b in scale.grid if a != b
-        )
+        crossed = tuple((f"B {a}", f"{kind}@{b}") for a in scale.grid for b in scale.grid if a != b)
         small, large = (matched, crossed) if kind == "nelbo" else (crossed, matched)
         text = f"trained and decoded at the same block size is better than crossed ({kind})"
         claims.append(Claim(text, small, large))
-    return Plan(
-        "block-grid",
-        "Block size of training and of decoding",
-        "Is a model best at the block size it was trained at?",
-        tuple(arms),
-        tuple(claims),
-    )
+    question = "Is a model best at the block size it was trained at?"
+    return Plan("block-grid", "Block size of training and of decoding", question, arms, claims)
 
 
-def ablation(scale: Scale, field: str, title: str, question: str) -> Plan:
+def ablation(field: str, title: str, question: str, scale: Scale) -> Plan:
     """Noise in the context (a field of the objective), from none to all, at the grid's smallest
     block size."""
-    b = scale.small_block
-    measures = (f"nelbo@{b}", *matches(scale, (b,)))
+    b = scale.grid[0]  # the paper's A.7: B 8
+    measures = all_at(scale, b)
     arms = []
     for share in SHARES:
-        config = with_objective(scale, "blockwise", block_size=b)
-        objective = dataclasses.replace(config.objective, **{field: share})
-        config = dataclasses.replace(config, objective=objective)
+        config = with_objective(scale, "blockwise", {field: share}, block_size=b)
         arms.append(Arm(f"{share:.0%}", config, measures))
     none, claims = arms[0].name, []
     for arm in arms[1:]:
-        text = f"{arm.name} is worse than none"
-        claims.append(
-            Claim(f"{text} (NELBO)", ((none, measures[0]),), ((arm.name, measures[0]),))
-        )
+        text = f"{arm.name} is worse than none (NELBO)"
+        claims.append(Claim(text, ((none, measures[0]),), ((arm.name, measures[0]),)))
     for match in measures[1:]:
         task = match.split("@")[0]
         text = f"{arms[-1].name} is worse than none ({task})"
         claims.append(Claim(text, ((arms[-1].name, match),), ((none, match),)))
     arms.insert(0, base_arm(scale, measures))
-    return Plan(field.replace("_", "-"), title, question, tuple(arms), tuple(claims))
+    return Plan(field.replace("_", "-"), title, question, arms, claims)
 
 
 def context_modes(scale: Scale) -> Plan:
     """The context modes at equal time on a CPU, each scored and decoded in its own way."""
-    measures = (f"nelbo@{scale.block_size}", *matches(scale, (scale.block_size,)))
+    measures = all_at(scale, scale.block_size)
     contexts = ("exact", "cached", "block_causal")
     arms = [base_arm(scale, measures, context=context) for context in contexts]
     two = {"cached, k 2": {"context": "cached", "draws_per_context": 2}}
     for name, changes in {"exact": {}, **dict(sorted({**MODES, **two}.items()))}.items():
         config = with_objective(scale, "blockwise", **changes)
         arms.append(Arm(name, config, measures, cpu_seconds=scale.cpu_seconds))
-    return Plan(
-        "context-modes",
-        "Context modes at equal time",
+    question = (
         "Which context mode learns most in the same CPU seconds? Every mode is scored and decoded "
-        "in its own way.",
-        tuple(arms),
-        (),
+        "in its own way."
     )
+    return Plan("context-modes", "Context modes at equal time", question, arms, ())
 
 
 def dynamics(scale: Scale) -> Plan:
     """Curves over the updates; the cells are the table's."""
-    plan = equal_flops(scale)
-    mean = tuple(("blockwise", f"curve@{q}") for q in (25, 50, 75, 100))
-    other = tuple(("classical", f"curve@{q}") for q in (25, 50, 75, 100))
-    claim = Claim("blockwise's held-out NELBO is below classical's along the run", mean, other)
-    return Plan(
-        "dynamics",
-        "Training dynamics",
-        "Held-out blockwise NELBO along the run: the one curve on which two objectives compare "
-        "(their training losses are of different tasks).",
-        plan.arms[1:],
-        (claim,),
+    own, other = (
+        tuple((name, f"curve@{share}") for share in (25, 50, 75, 100))
+        for name in ("blockwise", "classical")
     )
+    claim = Claim("blockwise's held-out NELBO is below classical's along the run", own, other)
+    question = (
+        "Held-out blockwise NELBO along the run: the one curve on which two objectives compare "
+        "(their training losses are of different tasks)."
+    )
+    return Plan("dynamics", "Training dynamics", question, equal_flops(scale).arms[1:], [claim])
 
 
 def pilot(scale: Scale) -> Plan:
@@ -269,7 +243,7 @@ def pilot(scale: Scale) -> Plan:
             config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=lr))
             arms.append(Arm(f"{label}, lr {lr:g}", config, (f"pilot@{scale.block_size}",)))
     question = "Which peak learning rate suits each arm?"
-    return Plan("pilot", "Pilot: learning rates", question, tuple(arms), ())
+    return Plan("pilot", "Pilot: learning rates", question, arms, ())
 
 
 PLANS: dict[str, Callable[[Scale], Plan]] = {
@@ -278,16 +252,12 @@ PLANS: dict[str, Callable[[Scale], Plan]] = {
     "equal-tokens": equal_tokens,
     "block-grid": block_grid,
     "prefix-noise": partial(
-        ablation,
-        field="prefix_noise",
-        title="Noise in the prefix",
-        question="How much does training suffer if earlier response tokens are masked too?",
+        ablation, "prefix_noise", "Noise in the prefix",
+        "How much does training suffer if earlier response tokens are masked too?",
     ),
     "suffix-leak": partial(
-        ablation,
-        field="suffix_leak",
-        title="A suffix that leaks",
-        question="How much does training suffer if later response tokens stay visible?",
+        ablation, "suffix_leak", "A suffix that leaks",
+        "How much does training suffer if later response tokens stay visible?",
     ),
     "context-modes": context_modes,
     "dynamics": dynamics,

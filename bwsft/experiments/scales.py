@@ -21,7 +21,7 @@ class Scale:
     base: c.Config
     """Classical SFT and every other arm start from these settings."""
     grid: tuple[int, ...]
-    """Block sizes of the grid, for training and for decoding."""
+    """Block sizes of the grid, for training and for decoding; the ablations take the smallest."""
     seeds: int
     traversal_examples: int | None
     """Training examples of EQUAL-TOKENS, so that traversals are short; None: all."""
@@ -34,42 +34,28 @@ class Scale:
     def block_size(self) -> int:
         return self.base.block_size
 
-    @property
-    def small_block(self) -> int:
-        """Block size of the ablations, the smallest of the grid (the paper's A.7: B 8)."""
-        return self.grid[0]
-
 
 def mini() -> Scale:
     """A minute a cell on one CPU core: the embedded base, 4 blocks of 10, and problems with larger
     operands than the base has seen, so that there is something to learn."""
     base = dataclasses.replace(
         presets.debug(),
-        data="wordproblems-20",
-        steps=200,
-        block_size=10,
-        batch_size=16,
-        micro_batch_size=16,
-        save_every=200,
-        keep_last=1,
+        data="wordproblems-20", steps=200, block_size=10, batch_size=16, micro_batch_size=16,
+        save_every=200, keep_last=1,
         dataset=c.DataConfig(template="chat", holdout=64),
         # Of 1e-3, 3e-3 and 1e-2 the best for every arm (experiment `pilot`).
         optim=c.OptimConfig(lr=3e-3),
         eval=c.EvalConfig(every=20, draws=4),
-    )
+    )  # fmt: skip
     return Scale("mini", base, (5, 10, 20, 40), 5, 800, ("solved",))
 
 
 def debug() -> Scale:
     """The embedded base on problems like those it was pre-trained on, 5 blocks of 8."""
     base = dataclasses.replace(
-        mini().base,
-        data=None,
-        block_size=8,
-        batch_size=32,
-        micro_batch_size=32,
+        mini().base, data=None, block_size=8, batch_size=32, micro_batch_size=32,
         optim=c.OptimConfig(lr=1e-3),
-    )
+    )  # fmt: skip
     return Scale("debug", base, (4, 8, 20, 40), 3, 800, ("solved",))
 
 
@@ -77,14 +63,9 @@ def gsm8k() -> Scale:
     """The embedded base on GSM8K-shaped text, with the paper's canvas of 4 blocks of 32. A million
     parameters solve none of it: the NELBO alone is measured."""
     base = dataclasses.replace(
-        mini().base,
-        data=None,
-        block_size=32,
-        gen_length=128,
-        max_length=256,
-        batch_size=8,
+        mini().base, data=None, block_size=32, gen_length=128, max_length=256, batch_size=8,
         micro_batch_size=8,
-    )
+    )  # fmt: skip
     return Scale("gsm8k", base, (8, 16, 32, 64), 3, 400, ())
 
 

@@ -40,45 +40,31 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     records = wordproblems.generate(20_000, SEED)
     trainer = trainers.BpeTrainer(
-        vocab_size=448,
-        special_tokens=list(SPECIALS),
+        vocab_size=448, special_tokens=list(SPECIALS), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator((f"{r['query']}\n{r['response']}" for r in records), trainer)
+    end, mask, *turns = SPECIALS
     wrapped = fast_tokenizer(
-        tokenizer,
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        mask_token="[MASK]",
-        additional_special_tokens=["<|user|>", "<|assistant|>", "<|end|>"],
+        tokenizer, eos_token=end, pad_token=end, mask_token=mask, additional_special_tokens=turns,
         chat_template=CHAT_TEMPLATE,
-    )
+    )  # fmt: skip
     wrapped.save_pretrained(folder)
 
 
 def pretraining(work: Path, steps: int) -> c.Config:
     """The pre-training run: classical masks over the whole response."""
     return c.Config(
-        preset="debug",
-        tokenizer=str(work / "tokenizer"),
-        out=str(work / "run"),
-        steps=steps,
-        seed=SEED,
-        block_size=8,
-        gen_length=40,
-        max_length=72,
-        batch_size=32,
-        micro_batch_size=32,
-        save_every=500,
-        keep_last=0,
+        preset="debug", tokenizer=str(work / "tokenizer"), out=str(work / "run"), steps=steps,
+        seed=SEED, block_size=8, gen_length=40, max_length=72, batch_size=32, micro_batch_size=32,
+        save_every=500, keep_last=0,
         dataset=c.DataConfig(template="chat", holdout=64),
         objective=ObjectiveConfig(name="classical"),
         lora=c.LoraConfig(rank=0),
         optim=c.OptimConfig(lr=2e-3, beta1=0.9, warmup=0.05),
         eval=c.EvalConfig(every=500),
         init=c.InitConfig(),
-    )
+    )  # fmt: skip
 
 
 def embed(checkpoint: Path, folder: Path) -> None:

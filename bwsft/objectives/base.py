@@ -88,13 +88,8 @@ class WholeResponse(Objective):
 
 def common(config: Any, family: Any) -> dict[str, int]:
     """The fields of `WholeResponse` for a run `config` on a model `family`."""
-    objective = config.objective
-    return {
-        "mask_id": family.mask_id,
-        "seed": config.seed,
-        "low": round(objective.low * ONE24),
-        "high": round(objective.high * ONE24),
-    }
+    low, high = (round(t * ONE24) for t in (config.objective.low, config.objective.high))
+    return {"mask_id": family.mask_id, "seed": config.seed, "low": low, "high": high}
 
 
 class Rows(NamedTuple):
@@ -164,9 +159,7 @@ def row_list(where: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.arange(size, device=where.device) < where.sum()
 
 
-def masked_draw(
-    batch: Batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int
-) -> Draw:
+def masked_draw(batch: Batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int) -> Draw:
     """The corruption that masks ``marked`` [T] and weighs each masked token by ``weight`` [T]."""
     noisy = dataclasses.replace(batch, ids=batch.ids.masked_fill(marked, mask_id))
     return supervise(noisy, batch.ids, marked, weight, rows)

@@ -8,7 +8,7 @@ A response r of Lr tokens is cut in M = ceil(Lr / B) blocks. One step of one exa
 1. Choose the active block a, uniformly over 1..M (Algorithm 1), or with chances rho that the weight
    1/rho undoes, or each block once per traversal, or in turn, or all of them.
 2. Draw the mask rate pi ~ U(low, high): the diffusion time of an absorbing process. Or one of the
-   times t/T with weights omega_t (Theorem 3.3): `Levels`.
+   times t/T with weights omega_t (Theorem 3.3): `draw_level`.
 3. Keep prompt and earlier blocks clean, mask every token of block a with probability pi, hide
    the suffix, everything after it, as [MASK]: what semi-autoregressive decoding sees.
 4. If nothing was masked, mask the block's last token (section 4).
@@ -36,6 +36,7 @@ from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
 from bwsft.objectives.base import ONE24, Draw, Objective, Place, Predict, response_rows
+from bwsft.objectives.config import DiscreteConfig
 
 if TYPE_CHECKING:
     from bwsft.data.packing import Batch
@@ -47,7 +48,7 @@ class Blockwise(Objective):
 
     spec: MaskSpec
     order: str = "uniform"  # which block a visit masks: ObjectiveConfig.blocks
-    levels: Levels | None = None
+    levels: DiscreteConfig | None = None  # weight "discrete"
     draws_per_visit: int = 1  # of one block; their losses are averaged
     one_pass: bool = False  # every block of every response in one draw, for block_causal
 
@@ -56,7 +57,7 @@ class Blockwise(Objective):
         return cls(
             spec=mask_spec(config, family),
             order=config.objective.blocks,
-            levels=levels_of(config.objective),
+            levels=config.objective.discrete if config.objective.weight == "discrete" else None,
             draws_per_visit=config.draws_per_context,
             one_pass=config.context == "block_causal",
         )
@@ -76,18 +77,10 @@ class Blockwise(Objective):
         """The draws of one visit of each example, of this block if one is given."""
         for number in range(self.draws_per_visit):
             masked = self.mask(batch, number, block)
-            yield Draw(
-                noisy=dataclasses.replace(batch, ids=masked.noisy_ids),
-                rows=masked.rows,
-                target=masked.row_target,
-                weight=masked.row_weight,
-                num_rows=masked.num_rows,
-                region=masked.block_length.sum(),
-                block_start=masked.block_start,
-                block_length=masked.block_length,
-                number=number,
-                of=self.draws_per_visit,
-            )
+            yield dataclasses.replace(
+                draw_of(batch, masked), block_start=masked.block_start,
+                block_length=masked.block_length, number=number, of=self.draws_per_visit,
+            )  # fmt: skip
 
     def mask(self, batch: Batch, draw: int = 0, block: int | None = None) -> MaskedBatch:
         """Mask number `draw` of a visit's active blocks.
@@ -108,26 +101,18 @@ class Blockwise(Objective):
         number = visit * draws + draw
         if self.levels is not None:
             u24 = philox_u24(0, number, batch.sample_ids, seed=spec.seed, stream=Stream.RATE)
-            rate, omega = self.levels.draw(u24)
+            rate, omega = draw_level(self.levels, u24)
             factor = factor * omega
         if spec.pairs and spec.weight == "flat":
             factor = 2.0 * factor  # a token is supervised in one half only
         if isinstance(factor, float):
             factor = None if factor == 1 else torch.full_like(number, factor, dtype=torch.float64)
         return block_mask(
-            batch.ids,
-            batch.prompt_lengths,
-            batch.response_lengths,
-            spec,
-            cu_seqlens=batch.cu_seqlens,
-            sample_ids=batch.sample_ids,
-            draw=number,
-            block=chosen,
-            block_weights=weights,
-            block_draw=None if draws == 1 else visit * draws,
-            rate=rate,
-            factor=factor,
-        )
+            batch.ids, batch.prompt_lengths, batch.response_lengths, spec,
+            cu_seqlens=batch.cu_seqlens, sample_ids=batch.sample_ids,
+            draw=number, block=chosen, block_weights=weights,
+            block_draw=None if draws == 1 else visit * draws, rate=rate, factor=factor,
+        )  # fmt: skip
 
     def one_pass_draw(self, batch: Batch) -> Draw:
         """Every block of every response masked, each as a short sequence with a rate and marks of
@@ -157,59 +142,50 @@ class Blockwise(Objective):
             block_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             weight = weight / per_row[owner][block_of[masked.rows]]
         noisy = batch.ids.index_copy(0, places, masked.noisy_ids)
-        return Draw(
-            noisy=dataclasses.replace(batch, ids=noisy),
-            rows=places[masked.rows],
-            target=masked.row_target,
-            weight=weight,
-            num_rows=masked.num_rows,
-            region=masked.block_length.sum(),
-        )
+        rows = places[masked.rows]
+        masked = dataclasses.replace(masked, noisy_ids=noisy, rows=rows, row_weight=weight)
+        return draw_of(batch, masked)
+
+
+def draw_of(batch: Batch, masked: MaskedBatch) -> Draw:
+    """What block_mask made of a batch, as a draw."""
+    return Draw(
+        noisy=dataclasses.replace(batch, ids=masked.noisy_ids),
+        rows=masked.rows,
+        target=masked.row_target,
+        weight=masked.row_weight,
+        num_rows=masked.num_rows,
+        region=masked.block_length.sum(),
+    )
 
 
 def mask_spec(config: Any, family: Any) -> MaskSpec:
     """The kernel's options for a run `config` on a model `family`."""
     o = config.objective
     return MaskSpec(
-        block_size=config.block_size,
-        mask_id=family.mask_id,
-        seed=config.seed,
-        low=o.low,
-        high=o.high,
+        block_size=config.block_size, mask_id=family.mask_id, seed=config.seed,
+        block_origin=family.block_origin, low=o.low, high=o.high, empty=o.empty, pairs=o.pairs,
         weight="flat" if o.weight == "discrete" else o.weight,  # omega_t comes with each draw
-        empty=o.empty,
-        block_factor=o.block_factor,
-        prefix_noise=o.prefix_noise,
-        suffix_leak=o.suffix_leak,
-        block_origin=family.block_origin,
-        pairs=o.pairs,
-    )
+        block_factor=o.block_factor, prefix_noise=o.prefix_noise, suffix_leak=o.suffix_leak,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Levels:
-    """Times t = 1..T with mask rate t/T and weight omega_t: 1/t ("elbo", the bound of a linear
-    schedule) or 1 ("one"). One t per draw estimates sum_t omega_t E[masked CE at t] without bias,
-    whether t is drawn uniformly (weight T omega_t) or by "omega" (weight Z = sum_t omega_t).
+def draw_level(levels: DiscreteConfig, u24: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a time t of 1..T: u24 -> (mask rates t/T in units of 2^-24, weights in fp64), all of one
+    shape. One t per draw estimates sum_t omega_t E[masked CE at t] without bias, whether t is drawn
+    uniformly or by "omega"."""
+    edges, rates, weights = level_tables(levels, u24.device)
+    index = torch.searchsorted(edges, u24, right=True)
+    return rates[index], weights[index]
+
+
+@functools.lru_cache(maxsize=8)
+def level_tables(levels: DiscreteConfig, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of t = 1..T: where its share of [0, 2^24) ends, its rate, its weight. [T] each.
 
     A chance is a whole number of 2^-24, and the weight is omega_t over that very chance: T omega_t
     and Z to 3 digits at least, and exactly unbiased.
     """
-
-    steps: int  # T, at most 2^16
-    omega: str = "elbo"
-    sample: str = "uniform"
-
-    def draw(self, u24: Tensor) -> tuple[Tensor, Tensor]:
-        """u24 -> (mask rates in units of 2^-24, weights in fp64), all of one shape."""
-        edges, rates, weights = level_tables(self, u24.device)
-        index = torch.searchsorted(edges, u24, right=True)
-        return rates[index], weights[index]
-
-
-@functools.lru_cache(maxsize=8)
-def level_tables(levels: Levels, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of t = 1..T: where its share of [0, 2^24) ends, its rate, its weight. [T] each."""
     t = torch.arange(1, levels.steps + 1)
     omega = 1 / t.double() if levels.omega == "elbo" else torch.ones(levels.steps).double()
     chance = omega if levels.sample == "omega" else torch.ones_like(omega)
@@ -217,13 +193,6 @@ def level_tables(levels: Levels, device: torch.device) -> tuple[Tensor, Tensor, 
     share = edges.diff(prepend=edges.new_zeros(1))
     rates = (t * ONE24 + levels.steps // 2) // levels.steps
     return tuple(x.to(device) for x in (edges, rates, omega * ONE24 / share))
-
-
-def levels_of(objective: Any) -> Levels | None:
-    """The times of an ObjectiveConfig with weight "discrete"; None for the others."""
-    if objective.weight != "discrete":
-        return None
-    return Levels(**vars(objective.discrete))
 
 
 CHANCES = ("length", "rising", "falling")
@@ -263,13 +232,8 @@ def choose_blocks(batch: Batch, spec: MaskSpec, order: str) -> Tensor | None:
         return number
     traversal = batch.visits // blocks
     index = _block_index(batch, spec)
-    words = philox_u24(
-        index[None],
-        traversal[:, None],
-        batch.sample_ids[:, None],
-        seed=spec.seed,
-        stream=Stream.BLOCK,
-    )
+    counter = index[None], traversal[:, None], batch.sample_ids[:, None]
+    words = philox_u24(*counter, seed=spec.seed, stream=Stream.BLOCK)
     words = words.masked_fill(index[None] >= blocks[:, None], ONE24)  # absent blocks last
     ranked = words.argsort(dim=1, stable=True)
     return ranked.gather(1, number[:, None]).squeeze(1)

@@ -46,12 +46,9 @@ class Mdlm(d.WholeResponse):
     def of(cls, config: Any, family: Any, responses: Iterable = ()) -> Mdlm:
         own = config.objective.mdlm
         return cls(
-            **d.common(config, family),
-            excluded_id=family.mask_id if own.subs else None,
-            stratify=own.stratify,
-            rate=own.rate,
-            normalize=own.normalize,
-        )
+            **d.common(config, family), excluded_id=family.mask_id if own.subs else None,
+            stratify=own.stratify, rate=own.rate, normalize=own.normalize,
+        )  # fmt: skip
 
     def draws(self, batch: Batch, place: d.Place, predict: d.Predict) -> Iterator[d.Draw]:
         """One corruption; row weights 1/t over the mean response length of the update ("token") or

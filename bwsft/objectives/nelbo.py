@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from bwsft_kernels import MaskSpec, Stream
-from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
-from bwsft.objectives.base import Draw, Objective, Place, Predict, Rows, ranks
+from bwsft.objectives import base as d
 
 if TYPE_CHECKING:
     from bwsft.data.packing import Batch
@@ -36,34 +35,37 @@ GOLDEN24 = 10368889
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut(Objective):
+class HeldOut(d.Objective):
     """Masks the same tokens of the same held-out examples at every call."""
 
     spec: MaskSpec  # block size and origin, mask id and seed
     count: int  # draws per example
 
     def draws(
-        self, batch: Batch, place: Place | None = None, predict: Predict | None = None
-    ) -> Iterator[Draw]:
+        self, batch: Batch, place: d.Place | None = None, predict: d.Predict | None = None
+    ) -> Iterator[d.Draw]:
         """Yield `count` draws of a batch, one partly masked block per sequence in each.
 
         The weights are 1/l: they sum to 1 per sequence, and the weighted sum of CE over the
         supervised tokens, divided by the number of sequences, estimates nats per response token.
         """
-        spec, lengths = self.spec, batch.cu_seqlens.diff().long()
-        owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        position, end = batch.position_ids, batch.prompt_lengths + batch.response_lengths
+        spec, tokens = self.spec, d.response_rows(batch)
+        owner, position = tokens.owner, tokens.position
         for number in range(self.count):
             u24 = _shifted(batch, spec, Stream.BLOCK, (number << 24) // self.count)
             start, stop = _active_block(batch, spec, u24)
             u24 = _shifted(batch, spec, Stream.RATE, number * GOLDEN24)
             masked = 1 + (u24 * (stop - start) >> 24)
             active = (position >= start[owner]) & (position < stop[owner])
-            suffix = (position >= stop[owner]) & (position < end[owner])
-            marked = _smallest(batch, spec, number, owner, active, masked)
+            suffix = tokens.inside & (position >= stop[owner])
+            words = d.token_u24(
+                batch, tokens, spec.seed, Stream.MARKS, torch.full_like(masked, FIRST_DRAW + number)
+            )
+            # The `masked` active positions with the smallest words of their sequence.
+            marked = active & (d.ranks(batch, tokens, active, words) < masked[owner])
             rows = marked.nonzero().squeeze(1)
             noisy = batch.ids.masked_fill(marked | suffix, spec.mask_id)
-            yield Draw(
+            yield d.Draw(
                 noisy=dataclasses.replace(batch, ids=noisy),
                 rows=rows,
                 target=batch.ids[rows],
@@ -75,7 +77,7 @@ class HeldOut(Objective):
             )
 
     @torch.no_grad()
-    def nelbo(self, score: Callable[[Draw], Tensor], batches: Iterable[Batch]) -> float:
+    def nelbo(self, score: Callable[[d.Draw], Tensor], batches: Iterable[Batch]) -> float:
         """Nats per response token, averaged over the sequences of `batches`; score(draw) returns
         the weighted sum of CE."""
         sums, sequences = [], 0
@@ -87,8 +89,7 @@ class HeldOut(Objective):
 
 def _shifted(batch: Batch, spec: MaskSpec, stream: Stream, shift: int) -> Tensor:
     """One word per example, moved on by `shift`: u24 [S]."""
-    word = philox_u24(0, FIRST_DRAW, batch.sample_ids, seed=spec.seed, stream=stream)
-    return (word + shift) % (1 << 24)
+    return (d.sequence_u24(batch, spec.seed, stream, FIRST_DRAW) + shift) % d.ONE24
 
 
 def _active_block(batch: Batch, spec: MaskSpec, u24: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,18 +97,3 @@ def _active_block(batch: Batch, spec: MaskSpec, u24: Tensor) -> tuple[Tensor, Te
     prompt, length = batch.prompt_lengths, batch.response_lengths
     index = spec.grid.index_of(prompt + (u24 * length >> 24), prompt)
     return spec.grid.bounds(index, prompt, length)
-
-
-def _smallest(
-    batch: Batch, spec: MaskSpec, number: int, owner: Tensor, active: Tensor, count: Tensor
-) -> Tensor:
-    """Mask [T] of the `count` [S] active positions with the smallest words of their sequence."""
-    word = philox_u24(
-        batch.position_ids,
-        FIRST_DRAW + number,
-        batch.sample_ids[owner],
-        seed=spec.seed,
-        stream=Stream.MARKS,
-    )
-    among = Rows(active, owner, batch.position_ids, batch.response_lengths)
-    return active & (ranks(batch, among, active, word) < count[owner])

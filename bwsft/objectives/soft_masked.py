@@ -60,11 +60,8 @@ class SoftMasked(d.WholeResponse):
 
     @classmethod
     def of(cls, config: Any, family: Any, responses: Iterable = ()) -> SoftMasked:
-        return cls(
-            **d.common(config, family),
-            **vars(config.objective.soft_masked),
-            table=statistics(responses, family.vocab_size),
-        )
+        own, table = config.objective.soft_masked, statistics(responses, family.vocab_size)
+        return cls(**d.common(config, family), **vars(own), table=table)
 
     def draws(self, batch: Batch, place: d.Place, predict: d.Predict) -> Iterator[d.Draw]:
         """One corruption."""

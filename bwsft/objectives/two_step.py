@@ -54,13 +54,9 @@ class TwoStep(d.WholeResponse):
 
     @classmethod
     def of(cls, config: Any, family: Any, responses: Iterable = ()) -> TwoStep:
-        return cls(
-            **d.common(config, family),
-            **vars(config.objective.two_step),
-            steps=config.steps,
-            positions=config.gen_length,
-            vocab_size=family.vocab_size,
-        )
+        sizes = {"positions": config.gen_length, "vocab_size": family.vocab_size}
+        own = vars(config.objective.two_step)
+        return cls(**d.common(config, family), **own, steps=config.steps, **sizes)
 
     def draws(self, batch: Batch, place: d.Place, predict: d.Predict) -> Iterator[d.Draw]:
         """One corruption, after one call of predict."""

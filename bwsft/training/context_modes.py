@@ -53,6 +53,14 @@ class ContextMode:
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
         """Weighted sums of CE whose total is that of a batch on the host."""
+        context = None
+        for draw in self.objective.draws(batch.to(self.device), place, self.predict):
+            context = self.context_of(draw, context)
+            total = self.loss_of(draw, context, self.objective.excluded_id) / draw.of
+            yield Loss(total, draw.num_rows, draw.region)
+
+    def context_of(self, draw: Draw, before: Context | None) -> Context | None:
+        """What a draw's forward sees of its context; before: that of the draw before it."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -65,15 +73,8 @@ class ContextMode:
     ) -> Tensor:
         """Weighted sum of CE of a draw: the model's one forward."""
         with self.autocast():
-            return self.backbone(
-                draw.noisy,
-                draw.rows,
-                draw.target,
-                draw.weight,
-                context,
-                draw.smoothing,
-                excluded_id,
-            )
+            supervised = draw.rows, draw.target, draw.weight
+            return self.backbone(draw.noisy, *supervised, context, draw.smoothing, excluded_id)
 
     @torch.no_grad()
     def predict(self, noisy: Batch, rows: Tensor) -> LinearArgmax:
@@ -99,24 +100,16 @@ class Exact(ContextMode):
 
     prune: bool = True  # run the last layer for the active block alone
 
-    def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
-        for draw in self.objective.draws(batch.to(self.device), place, self.predict):
-            context = Context(self.span(draw)) if self.prune else None
-            total = self.loss_of(draw, context, self.objective.excluded_id) / draw.of
-            yield Loss(total, draw.num_rows, draw.region)
+    def context_of(self, draw: Draw, before: Context | None) -> Context | None:
+        return Context(self.span(draw)) if self.prune else None
 
 
 @dataclass(frozen=True)
 class FrozenContext(ContextMode):
     """A context pass without autograd, then the draws' passes over the active rows against it."""
 
-    def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
-        context = None
-        for draw in self.objective.draws(batch.to(self.device), place, self.predict):
-            if draw.number == 0:
-                context = self.context_pass(draw)
-            total = self.loss_of(draw, context, self.objective.excluded_id) / draw.of
-            yield Loss(total, draw.num_rows, draw.region)
+    def context_of(self, draw: Draw, before: Context | None) -> Context | None:
+        return self.context_pass(draw) if draw.number == 0 else before
 
     def hidden(self, draw: Draw, span: Span) -> Batch:
         """What the context pass sees: the noisy block itself."""
@@ -142,9 +135,8 @@ class Cached(FrozenContext):
 
     def hidden(self, draw: Draw, span: Span) -> Batch:
         block = span.flat(draw.noisy.cu_seqlens).flatten()
-        return dataclasses.replace(
-            draw.noisy, ids=draw.noisy.ids.index_fill(0, block, self.mask_id)
-        )
+        ids = draw.noisy.ids.index_fill(0, block, self.mask_id)
+        return dataclasses.replace(draw.noisy, ids=ids)
 
     @torch.no_grad()
     def score(self, draw: Draw) -> Tensor:

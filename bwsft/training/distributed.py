@@ -47,13 +47,9 @@ class World:
     """This process and the others of its run."""
 
     def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        kind: str = "ddp",
-        device: torch.device | None = None,
+        self, rank: int = 0, size: int = 1, kind: str = "ddp", device: torch.device | None = None,
         host: dist.ProcessGroup | None = None,
-    ):
+    ):  # fmt: skip
         """device: what the launcher gave this process; host: the gloo group for numbers."""
         self.rank, self.size, self.device, self._host = rank, size, device, host
         self.sharded = size > 1 and kind == "fsdp"
@@ -267,17 +263,12 @@ def check_launch(device: str, cpu: bool) -> None:
         )
 
 
-def parts(count: int, micro: int, world: World) -> list[range]:
-    """The micro-batches, as ranges of an update's `count` sequences, of this rank.
+def shares(count: int, micro: int, size: int) -> list[list[range]]:
+    """The micro-batches of every one of `size` ranks, as ranges of an update's `count` sequences.
 
     A rank takes a contiguous share, as even as possible, in pieces of at most `micro`; the last
     ranks of a world larger than `count` get none.
     """
-    return shares(count, micro, world.size)[world.rank]
-
-
-def shares(count: int, micro: int, size: int) -> list[list[range]]:
-    """The micro-batches of every rank."""
     found, start = [], 0
     for rank in range(size):
         stop = start + count // size + (rank < count % size)

@@ -99,13 +99,9 @@ class BlockwiseTrainer(Trainer):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: TrainingArguments | None = None,
-        *,
-        config: c.Config,
+        self, model: nn.Module, args: TrainingArguments | None = None, *, config: c.Config,
         **options: Any,
-    ):
+    ):  # fmt: skip
         self.backbone = as_backbone(model)
         self.backbone.head()  # ValueError if an adapter wraps it
         check(config, options)
@@ -158,12 +154,9 @@ class BlockwiseTrainer(Trainer):
         return batches, self.accelerator.gather(count).sum()
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The micro-batch's part of the update's loss: the Trainer sums the parts, and DDP
         averages over processes."""
         if return_outputs:
@@ -184,12 +177,9 @@ class BlockwiseTrainer(Trainer):
 
     @torch.no_grad()
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, None, None]:
+    ) -> tuple[Tensor, None, None]:  # fmt: skip
         """(held-out blockwise NELBO of the batch, None, None)."""
         batch = Batch(**self._prepare_inputs(inputs))
         value = held_out(self.config, self.backbone.family).nelbo(self.mode.score, [batch])

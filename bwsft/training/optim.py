@@ -26,13 +26,9 @@ def lr_at(step: int, steps: int, config: OptimConfig) -> float:
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     parameters = list(trainable(model).values())
     return torch.optim.AdamW(
-        parameters,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=parameters[0].is_cuda,
-    )
+        parameters, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
+        weight_decay=config.weight_decay, fused=parameters[0].is_cuda,
+    )  # fmt: skip
 
 
 def clip(model: nn.Module, limit: float) -> float:

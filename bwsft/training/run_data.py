@@ -41,10 +41,6 @@ class TrainingData:
         """Sequences of one epoch."""
         return len(self.train_index if self.each is None else self.each)
 
-    @property
-    def fingerprint(self) -> str:
-        return self.examples.fingerprint
-
     def samples(self, step: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
         """(example index, earlier visits) of every sequence of optimizer update `step`."""
         samples = packing.samples(step, batch_size, self.epoch, seed)
@@ -80,14 +76,10 @@ class TrainingData:
 def layout_of(config: c.Config, family: Family) -> CanvasLayout:
     """What comes after a response of a run `config` on a model `family`."""
     return CanvasLayout(
-        canvas=config.dataset.canvas,
-        block_size=config.block_size,
-        gen_length=config.gen_length,
-        max_length=config.max_length,
-        mask_id=family.mask_id,
-        eos_id=family.eos_id,
+        canvas=config.dataset.canvas, block_size=config.block_size, gen_length=config.gen_length,
+        max_length=config.max_length, mask_id=family.mask_id, eos_id=family.eos_id,
         block_origin=family.block_origin,
-    )
+    )  # fmt: skip
 
 
 def held_out(config: c.Config, family: Family) -> HeldOut:
@@ -99,14 +91,10 @@ def held_out(config: c.Config, family: Family) -> HeldOut:
 def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
     """Tokenize, report what was dropped, check lengths against the model, hold some out."""
     options = DataOptions(
-        template=config.dataset.template,
-        max_length=config.max_length,
-        gen_length=config.gen_length,
-        on_bad=config.dataset.on_bad,
-        exclude_type=config.dataset.exclude_type,
-        mask_id=family.mask_id,
-        vocab_size=family.vocab_size,
-    )
+        template=config.dataset.template, on_bad=config.dataset.on_bad,
+        exclude_type=config.dataset.exclude_type, max_length=config.max_length,
+        gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
+    )  # fmt: skip
     source, largest = config.data, wordproblems.largest_operand(config.data)
     if largest is not None:
         source = wordproblems.generate(GENERATED, FIXED_SEED, largest=largest)

@@ -13,14 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bwsft import config as c
-from bwsft.checkpoints.folders import (
-    newest_complete,
-    prune,
-    save_checkpoint,
-    save_model,
-    step_of,
-    versions,
-)
+from bwsft.checkpoints import folders
+from bwsft.checkpoints.folders import newest_complete, save_checkpoint, step_of
 from bwsft.checkpoints.optimizer_state import moments
 from bwsft.checkpoints.state import read_state
 from bwsft.training.distributed import World
@@ -36,27 +30,12 @@ REPRO, FACTS, BATCH = "repro", "repro.json", "batch.safetensors"
 # A resumed run may differ from its config in these. Another device, micro-batch or kind of
 # parallelism changes rounding and dropout, the others change no later loss at all (unless a spike's
 # update is left out).
-FREE_ON_RESUME = {
-    "out",
-    "resume",
-    "data",  # moved; the records must be the same
-    "save_every",
-    "keep_last",
-    "grad_checkpointing",
-    "fused_ops",
-    "micro_batch_size",
-    "device",
-    "parallel",
-    "profile",
-    "trackers",
-    "watch.spike_factor",
-    "watch.spike_norm_factor",
-    "watch.spike_action",
-    "watch.spike_window",
-    "eval.every",
-    "eval.draws",
-    "dataset.cache_dir",
-}
+FREE_ON_RESUME = set(
+    "out resume save_every keep_last grad_checkpointing fused_ops micro_batch_size device parallel "
+    "profile trackers watch.spike_factor watch.spike_norm_factor watch.spike_action "
+    "watch.spike_window eval.every eval.draws dataset.cache_dir "
+    "data".split()  # moved; the records must be the same
+)
 
 
 def open_shared(config: c.Config, world: World) -> tuple[Path, Path | None]:
@@ -92,7 +71,7 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
         state = read_state(checkpoint)
         refuse_changes(json.dumps(state["config"]), config, checkpoint)
         print(f"resuming from {checkpoint}")
-        if (writer := state.get("versions", {}).get("torch")) != versions()["torch"]:
+        if (writer := state.get("versions", {}).get("torch")) != folders.versions()["torch"]:
             print(f"  torch is no longer {writer}: losses may differ in their last bits")
     return folder, checkpoint
 
@@ -109,7 +88,6 @@ def refuse_changes(stored: str, now: c.Config, where: Path) -> None:
             f"--resume: {where} was started otherwise: {'; '.join(changed)}; leave these options "
             "out, or start a new run"
         )
-
 
 
 @dataclass(frozen=True)
@@ -132,67 +110,45 @@ class RunFiles:
         logs.sync()
         state = {
             "config": json.loads(c.to_json(run.config)),
-            "data": run.data.fingerprint,
+            "data": run.data.examples.fingerprint,
             "base": self.base,
             "device": device_name(run.device),
         }
-        path = save_checkpoint(
-            self.folder, done, run.backbone, self.tokenizer, run.optimizer, state, whole
-        )
-        prune(path, run.config.keep_last)
-
-    def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return newest_complete(self.folder)[0]
+        model = run.backbone, self.tokenizer, run.optimizer
+        path = save_checkpoint(self.folder, done, *model, state, whole)
+        folders.prune(path, run.config.keep_last)
 
     def repros(self) -> list[Path]:
         """Folders of the batches that were kept."""
         return list((self.folder / REPRO).glob("step-*"))
 
-    def keep(
-        self,
-        run: Run,
-        step: int,
-        samples: list[tuple[int, int]],
-        part: range,
-        what: str,
-        weights: dict[str, Tensor] | None,
-    ) -> str:
-        """save_repro, in words. A full disk must not hide what ended the run."""
-        try:
-            path = self.save_repro(run, step, samples, part, what, weights)
-            return f"run them again (bwsft replay {path})"
-        except OSError as error:
-            return f"which could not be kept ({error})"
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return newest_complete(self.folder)[0]
 
-    def save_repro(
-        self,
-        run: Run,
-        step: int,
-        samples: list[tuple[int, int]],
-        part: range,
-        what: str,
+    def keep(
+        self, run: Run, step: int, samples: list[tuple[int, int]], part: range, what: str,
         weights: dict[str, Tensor] | None,
-    ) -> Path:
+    ) -> str:  # fmt: skip
         """Write RUN/repro/step-N: the packed batch, what was wrong, and unless `weights` is None
-        the model as it met the batch (as Run.weights gives it). Returns the folder."""
+        the model as it met the batch (as Run.weights gives it). Returns what became of it, in
+        words: a full disk must not hide what ended the run."""
         path = self.folder / REPRO / f"step-{step + 1}"
         chosen = [samples[i] for i in part]
         batch = vars(run.data.pack(chosen))
         facts = {
-            "what": what,
-            "step": step,
-            "first": part.start,
-            "sequences": len(samples),
-            "sample_ids": run.data.sample_ids(chosen),
-            "max_length": batch.pop("max_length"),
+            "what": what, "step": step, "first": part.start, "sequences": len(samples),
+            "sample_ids": run.data.sample_ids(chosen), "max_length": batch.pop("max_length"),
             "config": dataclasses.asdict(run.config),
-        }
+        }  # fmt: skip
         if path.exists():  # the same step of an earlier attempt
             path = path.with_name(f"{path.name}-{int(time.time())}")
-        with folder_atomic(path) as folder:
-            save_file(batch, folder / BATCH)
-            write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
-            if weights is not None:
-                save_model(run.backbone.model, folder, weights or None)
-        return path
+        try:
+            with folder_atomic(path) as folder:
+                save_file(batch, folder / BATCH)
+                write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+                if weights is not None:
+                    folders.save_model(run.backbone.model, folder, weights or None)
+        except OSError as error:
+            return f"which could not be kept ({error})"
+        return f"run them again (bwsft replay {path})"

@@ -88,10 +88,8 @@ def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int
         print(f"bwsft train: {message}", file=sys.stderr)
         return 1
     print(f"loss curve: {world.on_main(plot_run, folder)}")
-    if done < config.steps:
-        print(f"stopped after step {done} of {config.steps}; go on with --resume {folder}")
-    else:
-        print(f"run folder: {folder}")
+    stopped = f"stopped after step {done} of {config.steps}; go on with --resume {folder}"
+    print(stopped if done < config.steps else f"run folder: {folder}")
     return 0
 
 
@@ -123,7 +121,8 @@ def setup(
         )
     with world.main_first():
         data = plan_data(config, tokenizer, family)
-    if checkpoint is not None and read_state(checkpoint)["data"] != data.fingerprint:
+    fingerprint = data.examples.fingerprint
+    if checkpoint is not None and read_state(checkpoint)["data"] != fingerprint:
         raise ValueError(
             f"--resume: {config.data or 'the generated data'} is not what {folder} was trained "
             "on; give the same records, tokenizer and limits"
@@ -139,19 +138,12 @@ def setup(
     done = [line for line in read_log(log) if line["step"] <= first]
     history = {name: column(log, done, name) for name in SpikeGuard.NAMES}
     run = Run(
-        config=config,
-        folder=folder,
-        first=first,
-        device=device,
-        backbone=backbone,
-        optimizer=make_optimizer(backbone, config.optim),
-        data=data,
+        config=config, folder=folder, first=first, device=device, backbone=backbone,
+        optimizer=make_optimizer(backbone, config.optim), data=data,
         mode=make_mode(config, family, backbone, objective, device),
-        held_out=held_out(config, family),
-        guard=SpikeGuard(config.watch, history),
-        files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None),
-        world=world,
-    )
+        held_out=held_out(config, family), guard=SpikeGuard(config.watch, history),
+        files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None), world=world,
+    )  # fmt: skip
     if checkpoint is not None:
         load_optimizer(checkpoint, backbone, run.optimizer)
     banner(run)

@@ -76,21 +76,18 @@ def start(run: Run) -> list[Any]:
     from accelerate.utils import ProjectConfiguration
 
     accelerator = Accelerator(
-        log_with=names,
+        log_with=names, cpu=run.device.type == "cpu", mixed_precision="no",
         project_config=ProjectConfiguration(logging_dir=str(run.folder / "tensorboard")),
-        cpu=run.device.type == "cpu",
-        mixed_precision="no",
-    )
+    )  # fmt: skip
     name = run.folder.name
     own = {
         # A resumed run is another run of the same group.
         "wandb": {"name": name, "group": name, "dir": str(run.folder)},
         "mlflow": {"run_name": name},
     }
+    options = plain(dataclasses.asdict(run.config))
     with contextlib.redirect_stdout(sys.stderr):  # their banners
-        accelerator.init_trackers(
-            "bwsft", config=plain(dataclasses.asdict(run.config)), init_kwargs=own
-        )
+        accelerator.init_trackers("bwsft", config=options, init_kwargs=own)
     return accelerator.trackers
 
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from bwsft.objectives.base import Place
 from bwsft.training import guards
 from bwsft.training.context_modes import ContextMode, Loss
-from bwsft.training.distributed import World, parts
+from bwsft.training.distributed import World, shares
 from bwsft.training.optim import clip, lr_at
 from bwsft.training.profiling import profiler
 from bwsft.training.signals import Signals
@@ -104,7 +104,7 @@ def train_step(run: Run, step: int) -> Step:
     place, losses, tokens, waited = run.place(step, samples), [], 0, 0.0
     run.optimizer.zero_grad(set_to_none=True)
 
-    for part in parts(len(samples), config.micro_batch_size, world):
+    for part in shares(len(samples), config.micro_batch_size, world.size)[world.rank]:
         # 1. Pack: no padding, the canvas of every example laid out as the decoder will see it.
         began = time.perf_counter()
         batch = data.pack(samples[part.start : part.stop])
@@ -185,7 +185,8 @@ def loop(run: Run, logs: Logs, asked: Signals) -> int:
             result = train_step(run, done)
             seconds = time.perf_counter() - began
             done += 1
-            logs.append("metrics", {"step": done, **line_of(result), "seconds": seconds})
+            facts = {k: v for k, v in vars(result).items() if k != "skipped" or v}
+            logs.append("metrics", {"step": done, **facts, "seconds": seconds})
             bar.set_postfix_str(
                 f"loss {result.loss:.4f}, {result.tokens / seconds:,.0f} tok/s, "
                 f"{result.supervised_tokens / seconds:,.0f} supervised tok/s",
@@ -205,11 +206,6 @@ def loop(run: Run, logs: Logs, asked: Signals) -> int:
         if saved < done:  # the signal came during an evaluation
             run.files.save(run, done, logs)
     return done
-
-
-def line_of(result: Step) -> dict[str, float | int | bool]:
-    """A line of metrics.jsonl; `skipped` only where it is true."""
-    return {k: v for k, v in vars(result).items() if k != "skipped" or v}
 
 
 def progress(run: Run) -> tqdm:

@@ -88,7 +88,7 @@ def test_the_papers_settings_row_by_row():
     assert (paper.dataset.canvas, released.dataset.canvas) == ("response", "padded")
     assert released.dataset.exclude_type == "GSM" and paper.dataset.exclude_type is None
     assert released.dataset.limit == 6400
-    assert BIG.grid == (8, 16, 32, 64) and BIG.small_block == 8
+    assert BIG.grid == (8, 16, 32, 64) and BIG.grid[0] == 8
 
 
 def test_statistics_against_scipy():

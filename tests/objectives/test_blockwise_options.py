@@ -14,7 +14,6 @@ from tiny_modes import corrupt
 from bwsft import config as c
 from bwsft import presets
 from bwsft.objectives import blockwise
-from bwsft.objectives.blockwise import Levels
 from bwsft.objectives.config import DiscreteConfig
 
 MASK, EOS, ONE24 = 49, 1, 1 << 24
@@ -24,7 +23,7 @@ LENGTHS = [(3, 16), (5, 1), (2, 6), (7, 13), (1, 21)]
 # --- discrete times ---
 
 LEVELS = [
-    Levels(steps, omega, sample)
+    DiscreteConfig(steps, omega, sample)
     for steps in (1, 7, 1000, 1 << 16)
     for omega in ("elbo", "one")
     for sample in ("uniform", "omega")
@@ -47,26 +46,28 @@ def test_one_time_estimates_the_sum_over_times_exactly(levels):
     torch.testing.assert_close(rates.double() / ONE24, t / levels.steps, rtol=0, atol=2.0**-25)
     # Where the tables change from t to t + 1, and both ends.
     u24 = torch.cat([edges[:-1], edges - 1])
-    rate, weight = levels.draw(u24)
+    rate, weight = blockwise.draw_level(levels, u24)
     expected = torch.cat([torch.arange(1, levels.steps), torch.arange(levels.steps)])
     assert torch.equal(rate, rates[expected]) and torch.equal(weight, weights[expected])
 
 
 def test_times_by_omega_mask_little():
     """Z = H_1000 = 7.48547, and 4.27 of 32 tokens are masked on average."""
-    levels = Levels(1000, "elbo", "omega")
+    levels = DiscreteConfig(1000, "elbo", "omega")
     edges, rates, weights = blockwise.level_tables(levels, torch.device("cpu"))
     chance = edges.diff(prepend=torch.zeros(1).long()).double() / ONE24
     assert float((chance * weights).sum()) == pytest.approx(7.48547, abs=5e-6)
     assert 32 * float((chance * rates).sum()) / ONE24 == pytest.approx(32 / 7.48547, rel=1e-6)
-    uniform = blockwise.level_tables(Levels(1000), torch.device("cpu"))
+    uniform = blockwise.level_tables(DiscreteConfig(1000), torch.device("cpu"))
     assert uniform[2][0] == pytest.approx(1000, rel=1e-4)  # T / k
     assert uniform[2][499] == pytest.approx(2, rel=1e-4)
 
 
 @pytest.mark.parametrize("factor", ["mean", "sum"])
 @pytest.mark.parametrize(
-    "levels", [Levels(8), Levels(8, "one", "omega"), Levels(5, "one")], ids=str
+    "levels",
+    [DiscreteConfig(8), DiscreteConfig(8, "one", "omega"), DiscreteConfig(5, "one")],
+    ids=str,
 )
 def test_discrete_times_mask_at_t_over_T_and_weigh_omega_over_the_block(
     levels, factor, batch_of, sums
@@ -96,7 +97,7 @@ def test_the_elbo_on_a_grid_is_the_rate_weight(batch_of):
     """T a power of two: omega = 1/t drawn uniformly is exactly 1 / (rate x length)."""
     batch = batch_of([(3, 14)] * 300)
     spec = MaskSpec(4, MASK, seed=3, weight="flat", empty="skip")
-    _, discrete = corrupt(batch, spec, levels=Levels(1 << 14))
+    _, discrete = corrupt(batch, spec, levels=DiscreteConfig(1 << 14))
     rate = (discrete.rate.double() * ONE24).long()
     given = block_mask(
         batch.ids, batch.prompt_lengths, batch.response_lengths,
@@ -116,8 +117,8 @@ def test_the_config_reaches_the_kernel_and_the_times():
     family = SimpleNamespace(mask_id=MASK, block_origin="response")
     spec = blockwise.mask_spec(config, family)
     assert (spec.weight, spec.empty) == ("flat", "skip")
-    assert blockwise.levels_of(objective) == Levels(7, "one", "omega")
-    assert blockwise.levels_of(c.ObjectiveConfig()) is None
+    assert blockwise.Blockwise.of(config, family).levels == DiscreteConfig(7, "one", "omega")
+    assert blockwise.Blockwise.of(presets.debug(), family).levels is None
 
 
 # --- block distributions ---

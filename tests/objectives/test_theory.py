@@ -21,7 +21,7 @@ from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.objectives import blockwise
-from bwsft.objectives.blockwise import Levels
+from bwsft.objectives.config import DiscreteConfig
 
 V, MASK, EOS = 4, 4, 5
 B = 3
@@ -225,7 +225,7 @@ def found_weights(order, levels, factor, size=2500):
 
 
 CHOICES = "uniform mean,uniform sum,length mean,rising sum,falling mean".split(",")
-TIMES = [Levels(T), Levels(T, "elbo", "omega"), Levels(T, "one")]
+TIMES = [DiscreteConfig(T), DiscreteConfig(T, "elbo", "omega"), DiscreteConfig(T, "one")]
 
 
 @pytest.mark.parametrize(("order", "factor"), [choice.split() for choice in CHOICES])

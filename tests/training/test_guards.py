@@ -17,7 +17,6 @@ from bwsft.training import guards as w
 from bwsft.training import signals
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
-from bwsft.training.run_files import RunFiles
 from bwsft.training.setup import train
 
 LORA = c.LoraConfig(rank=3, alpha=6.0, dropout=0.3)
@@ -164,7 +163,7 @@ def test_a_full_disk_does_not_hide_a_nan(tiny, monkeypatch, capsys):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(RunFiles, "save_repro", full)
+    monkeypatch.setattr("bwsft.training.run_files.save_file", full)
     spoil(monkeypatch, 1, float("nan"))
     assert train(tiny()) == 1
     message = capsys.readouterr().err
