@@ -13,13 +13,7 @@ import torch
 from bwsft_kernels import linear_argmax, linear_cross_entropy
 from torch import Tensor, nn
 
-from bwsft.models.attention import (
-    ActiveLayout,
-    Layout,
-    compute_dtype,
-    packed_layout,
-    varlen_kernel,
-)
+from bwsft.models.attention import ActiveLayout, Layout, compute_dtype, packed_layout, varlen_kernel
 from bwsft.models.kv_cache import CacheShape, Context, ContextCache, Span
 
 

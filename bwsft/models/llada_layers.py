@@ -154,11 +154,7 @@ class LladaModel(nn.Module):
         return self.transformer["wte" if tied else "ff_out"]
 
     def forward(
-        self,
-        x: Tensor,
-        position_ids: Tensor,
-        layout: Layout,
-        wanted: Tensor | None = None,
+        self, x: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None
     ) -> Tensor:
         """Embedded tokens [T, D], positions [T] -> the same after the final norm [T, D].
 
