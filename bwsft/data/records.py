@@ -63,15 +63,12 @@ def normalize(raw: Any) -> Record:
     keys = {key for key, value in raw.items() if value is not None}
     for prompt, answer in PAIRS:
         if prompt in keys and answer in keys:
-            query = _text(raw[prompt], prompt)
-            response = _text(raw[answer], answer)
-            return Record((("user", query),), response, _type(raw))
-    for prompt, answer in PAIRS:
-        if prompt in keys:
-            raise ValueError(f"has {prompt!r} but no {answer!r}: the response is missing")
-    for prompt, answer in PAIRS:
-        if answer in keys:
-            raise ValueError(f"has {answer!r} but no {prompt!r}: the prompt is missing")
+            query = ("user", _text(raw[prompt], prompt))
+            return Record((query,), _text(raw[answer], answer), _type(raw))
+    halves = [(*pair, "response") for pair in PAIRS] + [(*pair[::-1], "prompt") for pair in PAIRS]
+    for there, lacking, half in halves:
+        if there in keys:
+            raise ValueError(f"has {there!r} but no {lacking!r}: the {half} is missing")
     raise ValueError(f"has none of {SHAPES}; its keys are {reprlib.repr(sorted(map(str, raw)))}")
 
 

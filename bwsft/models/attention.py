@@ -62,7 +62,7 @@ class AttentionLayout:
         """
         if self.cache is not None:
             self.cache.write(layer, self.cache_slots, k, v)
-        k, v = _match_heads(q, k, v, dim=1)
+        k, v = _match_heads(q, k, v)
         if self.kernel is not None:
             cu, longest = self.cu_seqlens, self.max_length
             if width is None:
@@ -105,7 +105,7 @@ class ActiveLayout:
         """Queries [S * W, H, E] against a layer's buffers [S, slots, K, E]."""
         keys, values = (self.cache.seen(x).transpose(1, 2) for x in (keys, values))
         q = self.grid(q).transpose(1, 2)  # [S, H, W, E]
-        keys, values = _match_heads(q, keys, values, dim=1)
+        keys, values = _match_heads(q, keys, values)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
         return out.transpose(1, 2).flatten(0, 1)
 
@@ -151,13 +151,11 @@ def packed_layout(
     ``max_length`` saves the one host read of the varlen path; the padded path reads the lengths
     anyway. Raises ``ValueError`` if a sequence is empty.
     """
-    num_sequences = cu_seqlens.numel() - 1
+    num_sequences, lengths = cu_seqlens.numel() - 1, cu_seqlens.diff()
     if kernel is not None:
-        longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
-        return AttentionLayout(
-            num_sequences, longest, cu_seqlens=cu_seqlens.to(torch.int32), kernel=kernel
-        )
-    lengths = cu_seqlens.diff()
+        longest = int(lengths.max()) if max_length is None else max_length
+        cu_seqlens = cu_seqlens.to(torch.int32)
+        return AttentionLayout(num_sequences, longest, cu_seqlens=cu_seqlens, kernel=kernel)
     shortest, longest = (int(n) for n in torch.stack(lengths.aminmax()).tolist())
     if shortest <= 0:
         raise ValueError("cu_seqlens must rise strictly: drop empty sequences from the batch")
@@ -219,14 +217,14 @@ def varlen_kernel(
     return varlen_attn
 
 
-def _match_heads(q: Tensor, k: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Repeat key/value heads until there are as many as query heads."""
-    groups = q.size(dim) // k.size(dim)
+def _match_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat key/value heads (dimension 1) until there are as many as query heads."""
+    groups = q.size(1) // k.size(1)
     if groups == 1:
         return k, v
     # Written out rather than left to the kernels: torch 2.11's varlen attention and the
     # memory-efficient kernel (masked float32 on CUDA) have no grouped heads.
-    return k.repeat_interleave(groups, dim=dim), v.repeat_interleave(groups, dim=dim)
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
 def rope_tables(

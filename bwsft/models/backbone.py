@@ -138,9 +138,8 @@ class Backbone(nn.Module):
     def check_graphs(self) -> None:
         """``ValueError`` if CUDA graphs cannot record a forward, which then reads from the
         device."""
-        raise ValueError(
-            "graphs needs a LLaDA in bfloat16 or float16 on a CUDA device: leave it out here"
-        )
+        needs = "a LLaDA in bfloat16 or float16 on a CUDA device"
+        raise ValueError(f"graphs needs {needs}: leave it out here")
 
     def predicting_rows(self, rows: Tensor) -> Tensor:
         """Indices of the hidden states that predict the tokens at flat indices ``rows`` [N].
@@ -183,16 +182,8 @@ class Backbone(nn.Module):
         head = {"linear_bias": bias, "softcap": self.family.softcap}
         if target is None:
             return linear_argmax(hidden, weight, mask_id=self.family.mask_id, **head)
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            reduction="sum",
-            row_weight=row_weight,
-            label_smoothing=smoothing,
-            excluded_id=excluded_id,
-            **head,
-        )
+        head |= {"row_weight": row_weight, "label_smoothing": smoothing, "excluded_id": excluded_id}
+        return linear_cross_entropy(hidden, weight, target, reduction="sum", **head)
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
         """(hidden states, the indices [N] of the predicting ones in them)."""
