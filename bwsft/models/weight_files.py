@@ -86,21 +86,21 @@ def stored_shapes(folder: Path) -> Shapes:
         file = folder / shard
         with opened(file) as handle:
             slices = {name: handle.get_slice(name) for name in handle.keys()}
-            stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            kinds = {name: part.get_dtype() for name, part in slices.items()}
+            stored = {n: (tuple(x.get_shape()), x.get_dtype()) for n, x in slices.items()}
         if indexed is not None and set(indexed) != set(stored):
             raise ValueError(
                 f"{file} and {_INDEX} disagree about {_some(set(indexed) ^ set(stored))}: "
                 "download both again"
             )
-        for name in [name for name in stored if _BESIDE.fullmatch(name)]:
-            del stored[name], kinds[name]
-        if odd := [name for name, kind in kinds.items() if kind not in _FLOATS]:
-            raise ValueError(
-                f"{file}: {odd[0]} is stored as {kinds[odd[0]]}, not as floating-point numbers: "
-                "take the checkpoint before quantization"
-            )
-        shapes.update((renamed(name), shape) for name, shape in stored.items())
+        for name, (shape, kind) in stored.items():
+            if _BESIDE.fullmatch(name):
+                continue
+            if kind not in _FLOATS:
+                raise ValueError(
+                    f"{file}: {name} is stored as {kind}, not as floating-point numbers: "
+                    "take the checkpoint before quantization"
+                )
+            shapes[renamed(name)] = shape
     return shapes
 
 

@@ -7,8 +7,6 @@ there each row's upstream gradient must be known before the projection.
 Letters: T rows of the input, N supervised rows, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -148,7 +146,12 @@ def _sweep(
     needs: tuple[bool, bool, bool],  # gradients of x, weight, bias
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # [N], [N, D], [V, D], [V]
     """Unweighted loss and the gradients of sum(row_weight * loss), in options.wide."""
-    row_kernel, grad_input = _kernels(options.impl, x)
+    by_row, split = (
+        triton_implementation(options.impl, x, name)
+        for name in ("_cross_entropy_triton", "_linear_cross_entropy_bwd_triton")
+    )
+    row_kernel = by_row.cross_entropy_rows_ if by_row else cross_entropy_rows_
+    grad_input = split.grad_input if split else product
     need_x, need_weight, need_bias = needs
     size, vocabulary = len(rows.target), len(weight)
     loss = torch.empty(size, dtype=options.wide, device=x.device)
@@ -189,14 +192,6 @@ def _sweep(
     return loss, grad_x, grad_weight, grad_bias
 
 
-def _kernels(impl: str, x: Tensor) -> tuple[Callable, Callable]:
-    """(row kernel, function for the input's gradient)."""
-    rows, split = (
-        triton_implementation(impl, x, name)
-        for name in ("_cross_entropy_triton", "_linear_cross_entropy_bwd_triton")
-    )
-    return (rows.cross_entropy_rows_ if rows else cross_entropy_rows_,
-            split.grad_input if split else product)
 
 
 def _fit_range(row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:  # [N], []

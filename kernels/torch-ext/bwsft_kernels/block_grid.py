@@ -63,12 +63,8 @@ class BlockGrid:
 
 
 def _max(a: Ints, b: Ints) -> Ints:
-    if isinstance(a, Tensor):
-        return a.clamp(min=b)
-    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+    return a + (b - a) * (b > a)
 
 
 def _min(a: Ints, b: Ints) -> Ints:
-    if isinstance(a, Tensor):
-        return a.clamp(max=b)
-    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+    return a + (b - a) * (b < a)

@@ -130,7 +130,8 @@ def block_mask(
                 noisy[token] = spec.mask_id
             if position in marked:
                 labels[token] = flat[token]
-        weight = _weight(spec, scale, rate24, length, len(marked))
+        per = {"count": len(marked), "flat": length, "rate": rate24 * length * 2.0**-24}
+        weight = scale / per[spec.weight] if marked else 0.0
         rows += [(starts[s] + position, weight) for position in sorted(marked)]
         facts.append((index, start, length, rate24 / 2**24, len(marked)))
     return _assemble(ids, noisy, labels, rows, facts, min(size * spec.block_size, len(flat)))
@@ -205,12 +206,6 @@ def _choose(
     return index, start, end - start, factor
 
 
-def _weight(spec: MaskSpec, factor: float, rate24: int, length: int, count: int) -> float:
-    if count == 0:
-        return 0.0
-    if spec.weight == "rate":
-        return factor / (rate24 * length * 2.0**-24)
-    return factor / (count if spec.weight == "count" else length)
 
 
 def _assemble(
