@@ -164,8 +164,7 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     """(newest whole checkpoint or None, what is wrong with newer ones that were skipped)."""
     skipped = []
     for folder in step_folders(run):
-        fault = problems(folder)
-        if fault is None:
+        if (fault := problems(folder)) is None:
             return folder, skipped
         skipped.append(fault)
     return None, skipped

@@ -108,9 +108,8 @@ class TokenizedSet:
             f"  {part} tokens: median {q['50%']}, 90% up to {q['90%']}, longest {q['max']}"
             for part, q in r["lengths"].items()
         ]
-        share = (
-            f"  {r['longer_than_gen_length']:.1%} of responses exceed gen_length {r['gen_length']}"
-        )
+        share = f"{r['longer_than_gen_length']:.1%} of responses"
+        share = f"  {share} exceed gen_length {r['gen_length']}"
         return "\n".join([head, *dropped, *skipped, *lengths, share])
 
 

@@ -2,9 +2,7 @@
 
 T packed tokens, S sequences, L the longest of them, H heads, K key/value heads, E head width.
 A model builds one layout per forward and hands it down its layers, so that no layer reads a
-length back from the device. :class:`AttentionLayout` is for whole sequences, and may record their
-keys and values in a context cache; :class:`ActiveLayout` is for a few tokens of each sequence
-against such a cache (bwsft/models/kv_cache.py).
+length back from the device.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _FLASH_MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How the tokens of a [T, ...] tensor form sequences, and which keys a query may see.
+    """How the tokens of a [T, ...] tensor form whole sequences, and which keys a query may see.
 
     ``slots`` [T] is each token's place in the padded [S * L] grid, None where tokens fill the grid
     in order. ``mask`` is boolean and broadcasts to [S, 1, L, L], True where attention is allowed.

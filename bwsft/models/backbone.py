@@ -37,8 +37,7 @@ class Backbone(nn.Module):
     """A Hugging Face model, possibly wrapped by peft, as training and decoding call it.
 
     Head and loss live inside :meth:`forward`, so that the hooks of DDP and FSDP see the whole
-    step. A family implements :meth:`run_layers`, :meth:`cache_shape`, :meth:`head` and
-    :meth:`set_gradient_checkpointing`.
+    step. A family implements the methods that raise ``NotImplementedError`` here.
     """
 
     def __init__(self, model: nn.Module, family: Family):

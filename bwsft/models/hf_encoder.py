@@ -105,9 +105,8 @@ def _layer_types(config: Any) -> list[str]:
 
 def _transform(model: PreTrainedModel) -> nn.Module:
     """Dense, activation and norm between the last layer and the decoder matrix."""
-    if isinstance(model, ModernBertForMaskedLM):
-        return model.head
-    return model.cls.predictions.transform
+    modern = isinstance(model, ModernBertForMaskedLM)
+    return model.head if modern else model.cls.predictions.transform
 
 
 def new_encoder(model: PreTrainedModel, family: Family) -> EncoderBackbone:

@@ -83,9 +83,8 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(shape[1], device=inputs_embeds.device)
         layout = padded_layout(*shape, attention_mask)
-        hidden = self.model(
-            inputs_embeds.flatten(0, 1), position_ids.expand(shape).flatten(), layout
-        )
+        positions = position_ids.expand(shape).flatten()
+        hidden = self.model(inputs_embeds.flatten(0, 1), positions, layout)
         return MaskedLMOutput(logits=self.model.logits(hidden).unflatten(0, shape))
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -104,8 +103,7 @@ class LladaForMaskedDiffusion(PreTrainedModel):
 
 def _refuse_options(options: dict[str, Any]) -> None:
     for name, value in options.items():
-        ignorable = value is None or value is False
-        if not (ignorable and name != "return_dict" or name == "return_dict" and value):
+        if not (value if name == "return_dict" else value is None or value is False):
             raise ValueError(f"LLaDA's forward does not support {name}={value!r}")
 
 

@@ -147,8 +147,7 @@ class LladaModel(nn.Module):
     @property
     def head_module(self) -> nn.Module:
         """The LM head: ``ff_out``, or the embedding itself where the weights are tied."""
-        tied = "ff_out" not in self.transformer
-        return self.transformer["wte" if tied else "ff_out"]
+        return self.transformer["ff_out" if "ff_out" in self.transformer else "wte"]
 
     def forward(
         self, x: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None

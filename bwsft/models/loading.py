@@ -66,9 +66,8 @@ def load_backbone(
         options["attn_implementation"] = attn_implementation
     # Given, so that nothing but the checked ids of generation_config.json is read.
     ends = GenerationConfig(eos_token_id=list(family.end_ids), pad_token_id=config.pad_token_id)
-    model = model_class(config).from_pretrained(
-        folder, config=config, generation_config=ends, **options
-    )
+    options |= {"config": config, "generation_config": ends}
+    model = model_class(config).from_pretrained(folder, **options)
     try:
         return wrap(model, family)
     except ValueError as error:

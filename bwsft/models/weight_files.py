@@ -110,14 +110,13 @@ def renamed(name: str) -> str:
 
 
 def check_tensors(
-    stored: Shapes, expected: Shapes, folder: Path, tied: Mapping[str, str] | None = None
+    stored: Shapes, expected: Shapes, folder: Path, tied: Mapping[str, str]
 ) -> None:
     """``ValueError`` unless exactly the expected tensors are stored, in the expected shapes.
 
     ``tied``: a tensor's name -> that of the one it is tied to. The first need not be stored; where
     both are, they must be the same numbers, or the model would not be what was saved.
     """
-    tied = tied or {}
     missing = expected.keys() - stored.keys() - tied.keys()
     unexpected = stored.keys() - expected.keys()
     if missing:

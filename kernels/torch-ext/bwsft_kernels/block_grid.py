@@ -26,10 +26,6 @@ class BlockGrid:
         if self.origin not in ORIGINS:
             raise ValueError(f"block_origin must be one of {ORIGINS}, not {self.origin!r}")
 
-    @property
-    def at_response(self) -> bool:
-        """The first block of a response is whole: the grid starts at its first token."""
-        return self.origin == "response"
 
     def start(self, prompt: Ints) -> Ints:
         """Position where the block begins that holds the response's first token; before it where

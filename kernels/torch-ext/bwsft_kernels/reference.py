@@ -105,10 +105,7 @@ def block_mask(
     """One sequence and one token at a time, with Python integers."""
     size = len(prompt_lengths)
     flat = ids.reshape(-1).tolist()
-    if cu_seqlens is None:
-        starts = [ids.shape[1] * row for row in range(size)]
-    else:
-        starts = cu_seqlens.tolist()[:-1]
+    starts = [ids.shape[1] * s for s in range(size)] if cu_seqlens is None else cu_seqlens.tolist()
     sample_ids = range(size) if sample_ids is None else sample_ids.tolist()
     draws, block_draws = (
         [number] * size if isinstance(number, int) else number.tolist()
