@@ -35,14 +35,9 @@ MANIFEST = "manifest.json"
 
 
 def save_checkpoint(
-    run: Path,
-    step: int,
-    backbone: Backbone,
-    tokenizer: Any,
-    optimizer: Optimizer,
-    state: dict[str, Any],
-    whole: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
-) -> Path:
+    run: Path, step: int, backbone: Backbone, tokenizer: Any, optimizer: Optimizer,
+    state: dict[str, Any], whole: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
+) -> Path:  # fmt: skip
     """Write checkpoints/step-`step` of a run folder and return it.
 
     state: JSON-able facts of the run; `step`, the backbone's family and versions are added. whole:

@@ -183,12 +183,9 @@ class Trained:
 
 
 def load_trained(
-    model: str | None,
-    *,
-    tokenizer: str | None = None,
-    device: str = "auto",
+    model: str | None, *, tokenizer: str | None = None, device: str = "auto",
     dtype: torch.dtype | None = None,
-) -> Trained:
+) -> Trained:  # fmt: skip
     """Load a run folder, checkpoint, exported or foreign model folder or Hub id, in eval mode.
 
     None is the embedded base. dtype defaults to fp32 on the CPU and bf16 on CUDA.

@@ -80,13 +80,9 @@ class Template:
         if not unique:
             return {}
         encoded = self.tokenizer(
-            unique,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+            unique, add_special_tokens=False, split_special_tokens=True,
+            return_attention_mask=False, return_token_type_ids=False, verbose=False,
+        )  # fmt: skip
         return dict(zip(unique, encoded["input_ids"], strict=True))
 
     def _assemble(self, messages: tuple[tuple[str, str], ...]) -> tuple[list[str], list[str]]:

@@ -100,13 +100,10 @@ class Batch:
         tokens = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in keep])
         names = ("prompt_lengths", "response_lengths", "sample_ids", "visits")
         return replace(
-            self,
-            ids=self.ids[tokens],
-            cu_seqlens=_boundaries(lengths).to(self.ids.device),
-            position_ids=self.position_ids[tokens],
-            max_length=max(lengths),
+            self, ids=self.ids[tokens], cu_seqlens=_boundaries(lengths).to(self.ids.device),
+            position_ids=self.position_ids[tokens], max_length=max(lengths),
             **{name: getattr(self, name)[keep] for name in names},
-        )
+        )  # fmt: skip
 
     def to(self, device: torch.device | str) -> "Batch":
         tensors = {n: value for n, value in vars(self).items() if isinstance(value, torch.Tensor)}

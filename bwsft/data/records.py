@@ -125,7 +125,9 @@ def open_source(source: str | Path | list[dict]) -> Source:
     if not path.exists():
         if suffix in FORMATS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             raise ValueError(f"data file {name} doesn't exist")
-        return _hub(name)  # no such file, but it may be a Hub id
+        table = _load_dataset(name, name, {"split": "train"})  # no such file, but maybe a Hub id
+        digest = f"hub:{name}:{table._fingerprint}"
+        return Source(name, digest, len(table), lambda: _places(table, f"{name} (train)"))
     if not path.is_file():  # a pipe would wait for a writer, and can't be read twice
         raise ValueError(f"{name} is not a regular file; write the records to one first")
     if suffix not in FORMATS:
@@ -199,12 +201,6 @@ def _csv_options(path: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} has several columns {reprlib.repr(twice[0])}: keep one")
     features = datasets.Features({column: datasets.Value("string") for column in header})
     return {"features": features, "keep_default_na": False, "encoding": "utf-8-sig"}
-
-
-def _hub(name: str) -> Source:
-    rows = _load_dataset(name, name, {"split": "train"})
-    digest = f"hub:{name}:{rows._fingerprint}"
-    return Source(name, digest, len(rows), lambda: _places(rows, f"{name} (train)"))
 
 
 def _places(rows: Iterable[Any], name: str) -> Iterator[Row]:

@@ -53,16 +53,10 @@ class Backbone(nn.Module):
         return self.model if unwrap is None else unwrap()
 
     def hidden_states(
-        self,
-        ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        context: ContextCache | None = None,
-        *,
-        max_length: int | None = None,
-        wanted: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+        self, ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor,
+        context: ContextCache | None = None, *, max_length: int | None = None,
+        wanted: Tensor | None = None, mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Packed ids [T] -> [T, D] after the final norm.
 
         ``cu_seqlens`` [S + 1] holds the sequences' boundaries, ``position_ids`` [T] each token's
@@ -150,15 +144,10 @@ class Backbone(nn.Module):
         return rows if shift == 0 else (rows - shift).clamp_min(0)
 
     def forward(
-        self,
-        batch: Any,
-        rows: Tensor | None,
-        target: Tensor | None,
-        row_weight: Tensor | None,
-        context: Context | None = None,
-        smoothing: Tensor | float = 0.0,
+        self, batch: Any, rows: Tensor | None, target: Tensor | None, row_weight: Tensor | None,
+        context: Context | None = None, smoothing: Tensor | float = 0.0,
         excluded_id: int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Weighted sum of cross-entropies over the supervised tokens, a float32 scalar.
 
         ``batch`` has ``ids`` [T] (already masked), ``position_ids`` [T] and ``cu_seqlens``
@@ -197,13 +186,9 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def fill(
-        self,
-        batch: Any,
-        cache: ContextCache,
-        wanted: Tensor | None = None,
-        *,
+        self, batch: Any, cache: ContextCache, wanted: Tensor | None = None, *,
         mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Context pass: store every token's keys and values, and show them all. Returns hidden
         states as :meth:`hidden_states`."""
         lengths = batch.cu_seqlens.diff()

@@ -110,8 +110,6 @@ def read_config(folder: Path, facts: Facts | None = None) -> PreTrainedConfig:
     return config if own else _complete(config, facts or Facts(), folder)
 
 
-
-
 def _build(kind: str, found: dict, typed: dict[str, Any], file: Path) -> PreTrainedConfig:
     """Only the model's own fields and _KEPT reach transformers, to which others are attributes to
     overwrite, or code to load (attn_implementation)."""
@@ -194,15 +192,11 @@ def family_of(config: PreTrainedConfig) -> Family:
     if mask_id == _LLADA_MASK_ID and kind == LladaConfig.model_type and size > _LLADA_EOT_ID:
         ends += (_LLADA_EOT_ID,)
     return Family(
-        mask_id=mask_id,
-        eos_id=ends[0],
-        end_ids=ends,
-        vocab_size=max(size, mask_id + 1),
-        max_positions=config.max_position_embeddings,
-        logit_shift=shift,
+        mask_id=mask_id, eos_id=ends[0], end_ids=ends, vocab_size=max(size, mask_id + 1),
+        max_positions=config.max_position_embeddings, logit_shift=shift,
         block_origin="absolute" if kind == "sdar" else "response",
         attention="block_causal" if kind == "sdar" else "full",
-    )
+    )  # fmt: skip
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

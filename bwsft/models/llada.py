@@ -59,13 +59,9 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         raise ValueError("LLaDA's vocabulary is fixed: use one of its reserved ids instead")
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **options: Any,
-    ) -> MaskedLMOutput:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **options: Any,
+    ) -> MaskedLMOutput:  # fmt: skip
         """Padded input [S, L] (or embeddings [S, L, D]) -> ``logits`` [S, L, V].
 
         ``attention_mask``: [S, L] with zeros at padding, or boolean [S, 1, L, L] with True where
@@ -134,7 +130,6 @@ class LladaBackbone(Backbone):
         self.base_model.model.gradient_checkpointing = enabled
 
     def set_fused_ops(self, choice: str) -> None:
-        """As :meth:`LladaModel.set_fused_ops`."""
         self.base_model.model.set_fused_ops(choice)
 
     def check_graphs(self) -> None:

@@ -33,7 +33,6 @@ _IMPLEMENTED: dict[str, tuple] = {
     "embedding_dropout": (0,),
     "init_fn": ("mitchell", "normal"),
 }
-_POSITIVE = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length")
 _LARGEST_SIZE = 2**28  # the product of two, in bytes, still fits in 64 bits
 
 
@@ -119,7 +118,7 @@ class LladaConfig(PreTrainedConfig):
                     f"LLaDA config option {name}={value!r} is not implemented (only {values[0]!r} "
                     "is): load this checkpoint with its own modeling code"
                 )
-        for name in _POSITIVE:
+        for name in ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) <= 0:
                 raise ValueError(f"config field {name} must be a positive whole number")
         for name in ("rms_norm_eps", "rope_theta"):

@@ -90,13 +90,9 @@ class LladaBlock(nn.Module):
         return self.ff_out(small_ops(self.fused_ops, gate).swiglu(gate, up))
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        layout: Layout,
-        wanted: Tensor | None = None,
+        self, x: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, wanted: Tensor | None = None,
         delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Tokens x + ``delta`` [T, D] -> the layer's output as two summands [T, D], or with
         ``wanted`` [S, W] (indices) [S * W, D]: keys and values of all tokens, everything
         else of the wanted ones."""

@@ -53,12 +53,9 @@ def add_lora(backbone: Backbone, config: LoraConfig, seed: int) -> None:
 
     kind = backbone.base_model.config.model_type
     lora = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=_TARGETS.get(kind, _DECODER_TARGETS)[config.targets],
-        bias="none",
-    )
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout,
+        target_modules=_TARGETS.get(kind, _DECODER_TARGETS)[config.targets], bias="none",
+    )  # fmt: skip
     torch.manual_seed(seed)
     _wrap(backbone, lora)
 

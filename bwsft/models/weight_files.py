@@ -70,8 +70,7 @@ def shard_files(folder: Path) -> dict[str, list[str] | None]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise ValueError(f"{folder / _INDEX} names a shard outside the folder: {shard!r}")
         shards.setdefault(shard, []).append(tensor)
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if missing:
+    if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
         raise FileNotFoundError(
             f"{folder / _INDEX} names {', '.join(missing)}, which is not there: download the "
             "checkpoint again"
@@ -109,19 +108,15 @@ def renamed(name: str) -> str:
     return stem + _RENAMED.get(dot + rest, dot + rest)
 
 
-def check_tensors(
-    stored: Shapes, expected: Shapes, folder: Path, tied: Mapping[str, str]
-) -> None:
+def check_tensors(stored: Shapes, expected: Shapes, folder: Path, tied: Mapping[str, str]) -> None:
     """``ValueError`` unless exactly the expected tensors are stored, in the expected shapes.
 
     ``tied``: a tensor's name -> that of the one it is tied to. The first need not be stored; where
     both are, they must be the same numbers, or the model would not be what was saved.
     """
-    missing = expected.keys() - stored.keys() - tied.keys()
-    unexpected = stored.keys() - expected.keys()
-    if missing:
+    if missing := expected.keys() - stored.keys() - tied.keys():
         raise ValueError(f"{folder} lacks tensors that its config needs: {_some(missing)}")
-    if unexpected:
+    if unexpected := stored.keys() - expected.keys():
         raise ValueError(f"{folder} has tensors that its config does not know: {_some(unexpected)}")
     for name in expected.keys() & stored.keys():
         if stored[name] != expected[name]:

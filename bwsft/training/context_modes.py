@@ -186,7 +186,7 @@ def make_mode(
     cuda = device.type == "cuda"
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=cuda)
     grid = BlockGrid(config.block_size, family.block_origin)
-    even = config.dataset.canvas == "fixed" and grid.origin == "response"
+    even = config.dataset.canvas == "fixed" and grid.at_response
     common = (backbone, objective, grid, device, autocast, even)
     if config.context == "block_causal":
         return BlockCausal(*common, prompt_blocks=family.attention == "block_causal")

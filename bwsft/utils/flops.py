@@ -17,18 +17,13 @@ def flop_counter() -> FlopCounterMode:
     Attention on a CPU, which torch leaves out, is counted too; a mask saves nothing. Triton kernels
     are not seen: on CUDA the head of the sampler is missing.
     """
-    aten = torch.ops.aten
-    return FlopCounterMode(
-        display=False,
-        custom_mapping={
-            aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: (
-                sdpa_flop_count(q, k, v)
-            ),
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-                lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-            ),
-        },
-    )
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    formulas = {
+        forward: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 @dataclass(frozen=True)

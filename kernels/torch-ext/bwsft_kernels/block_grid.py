@@ -27,10 +27,15 @@ class BlockGrid:
             raise ValueError(f"block_origin must be one of {ORIGINS}, not {self.origin!r}")
 
 
+    @property
+    def at_response(self) -> bool:
+        """The first block of a response is whole: the grid starts at its first token."""
+        return self.origin == "response"
+
     def start(self, prompt: Ints) -> Ints:
         """Position where the block begins that holds the response's first token; before it where
         that block holds the prompt's tail too."""
-        return prompt if self.origin == "response" else prompt - prompt % self.size
+        return prompt if self.at_response else prompt - prompt % self.size
 
     def num_blocks(self, prompt: Ints, response: Ints) -> Ints:
         """Number M of blocks that hold tokens of the response; 0 for an empty response."""

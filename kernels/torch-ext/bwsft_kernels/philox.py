@@ -49,12 +49,8 @@ def philox_words(
     for _ in range(ROUNDS):
         # The product of two uint32 may pass 2^63; int64 wraps, and both halves survive the masks.
         p0, p1 = c0 * m0, c2 * m1
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & MASK32) ^ c1 ^ k0,
-            p1 & MASK32,
-            ((p0 >> 32) & MASK32) ^ c3 ^ k1,
-            p0 & MASK32,
-        )
+        c0, c1 = ((p1 >> 32) & MASK32) ^ c1 ^ k0, p1 & MASK32
+        c2, c3 = ((p0 >> 32) & MASK32) ^ c3 ^ k1, p0 & MASK32
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK32, (k1 + KEY_STEPS[1]) & MASK32
     return c0, c1, c2, c3
 

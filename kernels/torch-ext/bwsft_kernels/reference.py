@@ -94,12 +94,9 @@ def block_mask(
     spec: MaskSpec,
     *,
     cu_seqlens: Tensor | None = None,  # [S + 1]
-    sample_ids: Tensor | None = None,
-    draw: int | Tensor = 0,
-    block: Tensor | None = None,
+    sample_ids: Tensor | None = None, draw: int | Tensor = 0, block: Tensor | None = None,
     block_weights: Tensor | None = None,  # [S, M]
-    block_draw: int | Tensor | None = None,
-    rate: Tensor | None = None,
+    block_draw: int | Tensor | None = None, rate: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> MaskedBatch:
     """One sequence and one token at a time, with Python integers."""
