@@ -20,7 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from bwsft.models.attention import Layout, rope_tables
 from bwsft.models.llada_config import LladaConfig
 
-_triton_spec = cache(partial(importlib.util.find_spec, "triton"))  # None: not installed
+
+@cache
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def small_ops(choice: str, x: Tensor) -> ModuleType:
@@ -29,7 +32,7 @@ def small_ops(choice: str, x: Tensor) -> ModuleType:
     torch.compile and export: they fuse plain torch themselves, and each of these functions would
     break their graph."""
     if choice == "auto":
-        fuse = not torch.compiler.is_compiling() and x.is_cuda and bool(_triton_spec())
+        fuse = not torch.compiler.is_compiling() and x.is_cuda and _triton_is_there()
     else:
         fuse = choice == "on"
     return bwsft_kernels if fuse else torch_ops

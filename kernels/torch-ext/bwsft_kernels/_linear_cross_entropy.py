@@ -39,8 +39,7 @@ def linear_cross_entropy(
     options: object = None,
     row_weight: Tensor | None = None,  # [...]
     softcap: float | None = None, excluded_id: int | None = None,
-    num_rows: int | None = None, chunk_bytes: int = 512 << 20,
-    impl: str = "auto",
+    num_rows: int | None = None, chunk_bytes: int = 512 << 20, impl: str = "auto",
 ) -> Tensor:  # fp32 (fp64 for fp64): a scalar, or [...] with reduction "none"
     """torch.nn.functional.linear_cross_entropy, at the cost of the rows that aren't ignored.
 
