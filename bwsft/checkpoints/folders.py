@@ -35,14 +35,9 @@ MANIFEST = "manifest.json"
 
 
 def save_checkpoint(
-    run: Path,
-    step: int,
-    backbone: Backbone,
-    tokenizer: Any,
-    optimizer: Optimizer,
-    state: dict[str, Any],
-    whole: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
-) -> Path:
+    run: Path, step: int, backbone: Backbone, tokenizer: Any, optimizer: Optimizer,
+    state: dict[str, Any], whole: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
+) -> Path:  # fmt: skip
     """Write checkpoints/step-`step` of a run folder and return it.
 
     state: JSON-able facts of the run; `step`, the backbone's family and versions are added. whole:
@@ -164,8 +159,7 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     """(newest whole checkpoint or None, what is wrong with newer ones that were skipped)."""
     skipped = []
     for folder in step_folders(run):
-        fault = problems(folder)
-        if fault is None:
+        if (fault := problems(folder)) is None:
             return folder, skipped
         skipped.append(fault)
     return None, skipped

@@ -31,11 +31,9 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None
 
 
 def restore_moments(
-    model: nn.Module,
-    optimizer: Optimizer,
-    tensors: dict[str, Tensor],
+    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor],
     where: str | Path = "the optimizer's state",
-) -> None:
+) -> None:  # fmt: skip
     """Undo `moments`. ValueError, naming `where`, if it is not the state of these parameters."""
     parameters = trainable(model)
     grouped: dict[str, dict[str, Tensor]] = {}

@@ -122,11 +122,10 @@ def note_block_size(backbone: Backbone, size: int, *, warn: bool = False) -> Non
     config = backbone.base_model.config
     if not hasattr(config, "block_size"):
         return
-    if warn and config.block_size not in (None, size):
-        warnings.warn(
-            f"the model was made for blocks of {config.block_size}, --block-size is {size}",
-            stacklevel=2,
-        )
+    own = config.block_size
+    if warn and own not in (None, size):
+        made = f"the model was made for blocks of {own}"
+        warnings.warn(f"{made}, --block-size is {size}", stacklevel=2)
     config.block_size = size
 
 
@@ -155,8 +154,7 @@ def random_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
 def weight_dtype(config: c.Config, device: torch.device) -> torch.dtype:
     """fp32 on the CPU and for full fine-tuning, whose small updates bf16 would swallow; bf16 for a
     frozen base on CUDA."""
-    frozen_on_gpu = device.type == "cuda" and config.lora.rank > 0
-    return torch.bfloat16 if frozen_on_gpu else torch.float32
+    return torch.bfloat16 if device.type == "cuda" and config.lora.rank > 0 else torch.float32
 
 
 def own_memory(backbone: Backbone) -> None:
@@ -185,12 +183,9 @@ class Trained:
 
 
 def load_trained(
-    model: str | None,
-    *,
-    tokenizer: str | None = None,
-    device: str = "auto",
+    model: str | None, *, tokenizer: str | None = None, device: str = "auto",
     dtype: torch.dtype | None = None,
-) -> Trained:
+) -> Trained:  # fmt: skip
     """Load a run folder, checkpoint, exported or foreign model folder or Hub id, in eval mode.
 
     None is the embedded base. dtype defaults to fp32 on the CPU and bf16 on CUDA.
@@ -214,8 +209,7 @@ def load_trained(
     if adapter:
         load_adapter(backbone, source)
     if state is not None:
-        fields = {**state["family"], "end_ids": tuple(state["family"]["end_ids"])}
-        backbone.family = Family(**fields)
+        backbone.family = Family(**(saved | {"end_ids": tuple(saved["end_ids"])}))
         note_block_size(backbone, state["config"]["block_size"])
     else:
         end_ids = merged_end_ids(Template(words, "metamath").end_ids, backbone.family.end_ids)

@@ -6,6 +6,7 @@ tokens switched off. So "<|eot_id|>" typed by a user stays text, and benign text
 that `apply_chat_template` gives.
 """
 
+import itertools
 import re
 from typing import Any
 
@@ -42,16 +43,11 @@ class Template:
         self.tokenizer, self.name = tokenizer, name
         self._chat = name != "none" and bool(tokenizer.chat_template)
         self._special = special_tokens(tokenizer)
-        blanks = {False: "", True: r"\s*"}
-        self._pattern = re.compile(
-            "|".join(
-                blanks[left] + re.escape(text) + blanks[right]
-                for text, (_, left, right) in sorted(
-                    self._special.items(), key=lambda item: -len(item[0])
-                )
-            )
-            or r"(?!)"
-        )
+        blanks, parts = {False: "", True: r"\s*"}, []
+        for text in sorted(self._special, key=len, reverse=True):
+            _, left, right = self._special[text]
+            parts.append(blanks[left] + re.escape(text) + blanks[right])
+        self._pattern = re.compile("|".join(parts) or r"(?!)")
         self._layouts: dict[tuple[str, ...], tuple[list[str], list[tuple[bool, bool]]]] = {}
         self.end_id, self._answer_trim = self._find_end()
         self.end_ids = merged_end_ids([self.end_id, tokenizer.eos_token_id])
@@ -84,13 +80,9 @@ class Template:
         if not unique:
             return {}
         encoded = self.tokenizer(
-            unique,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+            unique, add_special_tokens=False, split_special_tokens=True,
+            return_attention_mask=False, return_token_type_ids=False, verbose=False,
+        )  # fmt: skip
         return dict(zip(unique, encoded["input_ids"], strict=True))
 
     def _assemble(self, messages: tuple[tuple[str, str], ...]) -> tuple[list[str], list[str]]:
@@ -139,15 +131,13 @@ class Template:
         marks = [f"bwsft{i}slot" for i in range(len(roles))]
         plain = _split(self._render(roles, marks, answer), marks)
         padded = [PAD_LEFT + mark + PAD_RIGHT for mark in marks]
-        padded = _split(self._render(roles, padded, answer), marks)
-        keeps = [(False, False)] * len(plain)
-        for i, (before, after) in enumerate(zip(plain, padded, strict=True)):
-            options = [(right, left) for right in (False, True) for left in (False, True)]
-            keeps[i] = next(
-                (o for o in options if PAD_RIGHT * o[0] + before + PAD_LEFT * o[1] == after), None
-            )
-            if keeps[i] is None:
+        padded, keeps = _split(self._render(roles, padded, answer), marks), []
+        for before, after in zip(plain, padded, strict=True):
+            options = itertools.product((False, True), repeat=2)  # of the right and the left blanks
+            fits = [o for o in options if PAD_RIGHT * o[0] + before + PAD_LEFT * o[1] == after]
+            if not fits:
                 raise ValueError("the chat template changes the blanks around its messages")
+            keeps.append(fits[0])
         return plain, [(not keeps[i][1], not keeps[i + 1][0]) for i in range(len(roles))]
 
     def _render(self, roles: tuple[str, ...], contents: list[str], answer: bool) -> str:
@@ -165,9 +155,8 @@ class Template:
             return self.tokenizer.eos_token_id, (False, False)
         pieces, trims = self._layout(("user", "assistant"), answer=True)
         match = self._pattern.match(pieces[-1].lstrip())
-        if match is None:
-            return self.tokenizer.eos_token_id, trims[-1]
-        return self._special[match.group().strip()][0], trims[-1]
+        end = self._special[match.group().strip()][0] if match else self.tokenizer.eos_token_id
+        return end, trims[-1]
 
 
 def _split(text: str, marks: list[str]) -> list[str]:

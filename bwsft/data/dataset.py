@@ -108,18 +108,15 @@ class TokenizedSet:
             f"  {part} tokens: median {q['50%']}, 90% up to {q['90%']}, longest {q['max']}"
             for part, q in r["lengths"].items()
         ]
-        share = (
-            f"  {r['longer_than_gen_length']:.1%} of responses exceed gen_length {r['gen_length']}"
-        )
+        share = f"{r['longer_than_gen_length']:.1%} of responses"
+        share = f"  {share} exceed gen_length {r['gen_length']}"
         return "\n".join([head, *dropped, *skipped, *lengths, share])
 
 
 def load_set(
-    source: str | Path | list[dict],
-    tokenizer: Any,
-    options: DataOptions | None = None,
+    source: str | Path | list[dict], tokenizer: Any, options: DataOptions | None = None,
     cache_dir: str | Path | None = None,
-) -> TokenizedSet:
+) -> TokenizedSet:  # fmt: skip
     """Reads, tokenizes and filters a data set (`records.open_source` says what it can be).
 
     Raises ValueError for an unreadable source, a malformed record (place and reason; not with
@@ -212,12 +209,9 @@ def _flatten(encoded: list[tuple[list, list]], sample_ids: list[int]) -> list[np
 
 
 def _filter(
-    arrays: dict[str, np.ndarray],
-    facts: dict,
-    options: DataOptions,
-    end_ids: tuple[int, ...],
+    arrays: dict[str, np.ndarray], facts: dict, options: DataOptions, end_ids: tuple[int, ...],
     name: str,
-) -> TokenizedSet:
+) -> TokenizedSet:  # fmt: skip
     totals = arrays["prompt_lengths"] + arrays["response_lengths"]  # [all well-formed records]
     keep = np.flatnonzero(totals <= options.max_length)
     dropped = dict(facts["dropped"])
@@ -240,15 +234,10 @@ def _filter(
     }
     limits = f"{facts['digest']} max_length {options.max_length}"
     return TokenizedSet(
-        tokens=arrays["tokens"],
-        starts=(np.cumsum(totals) - totals)[keep],
-        prompt_lengths=prompts,
-        response_lengths=responses,
-        sample_ids=arrays["sample_ids"][keep],
-        end_ids=end_ids,
-        fingerprint=hashlib.sha256(limits.encode()).hexdigest(),
-        report=report,
-    )
+        tokens=arrays["tokens"], starts=(np.cumsum(totals) - totals)[keep], prompt_lengths=prompts,
+        response_lengths=responses, sample_ids=arrays["sample_ids"][keep], end_ids=end_ids,
+        fingerprint=hashlib.sha256(limits.encode()).hexdigest(), report=report,
+    )  # fmt: skip
 
 
 def _quantiles(values: np.ndarray) -> dict[str, int]:

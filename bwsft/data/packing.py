@@ -5,7 +5,7 @@ There is no padding: the T tokens of S sequences follow each other.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -92,34 +92,27 @@ class Batch:
         return self.prompt_lengths.numel()
 
     def select(self, keep: Sequence[int]) -> "Batch":
-        """The sequences with these numbers, in this order. Asks the device for
-        the boundaries of the rows."""
+        """The sequences with these numbers, in this order. Asks the device for their boundaries."""
         if list(keep) == list(range(self.num_sequences)):
             return self
         starts = self.cu_seqlens.tolist()
         lengths = [starts[s + 1] - starts[s] for s in keep]
         tokens = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in keep])
-        return Batch(
-            ids=self.ids[tokens],
-            cu_seqlens=torch.tensor(
-                [0, *np.cumsum(lengths)], dtype=torch.int32, device=self.ids.device
-            ),
-            prompt_lengths=self.prompt_lengths[keep],
-            response_lengths=self.response_lengths[keep],
-            sample_ids=self.sample_ids[keep],
-            position_ids=self.position_ids[tokens],
-            visits=self.visits[keep],
-            max_length=max(lengths),
-        )
+        names = ("prompt_lengths", "response_lengths", "sample_ids", "visits")
+        return replace(
+            self, ids=self.ids[tokens], cu_seqlens=_boundaries(lengths).to(self.ids.device),
+            position_ids=self.position_ids[tokens], max_length=max(lengths),
+            **{name: getattr(self, name)[keep] for name in names},
+        )  # fmt: skip
 
     def to(self, device: torch.device | str) -> "Batch":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
-        return Batch(**(values | moved))
+        tensors = {n: value for n, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **moved)
+
+
+def _boundaries(lengths: Sequence[int]) -> torch.Tensor:  # [S + 1] int32
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
 def pack(examples: Sequence[Example], layout: CanvasLayout) -> Batch:
@@ -131,7 +124,7 @@ def pack(examples: Sequence[Example], layout: CanvasLayout) -> Batch:
     lengths = [len(row) for row in rows]
     return Batch(
         ids=torch.from_numpy(np.concatenate(rows)),
-        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        cu_seqlens=_boundaries(lengths),
         prompt_lengths=torch.tensor([len(e.prompt) for e in examples]),
         response_lengths=torch.tensor(responses),
         sample_ids=torch.tensor([int(e.sample_id) for e in examples]),
@@ -153,17 +146,13 @@ def _fill(example: Example, layout: CanvasLayout) -> tuple[np.ndarray, int]:
     return canvas, filled
 
 
-def order(num_examples: int, epoch: int, seed: int) -> np.ndarray:
+@functools.lru_cache(maxsize=4)
+def order(num_examples: int, epoch: int, seed: int, position: int = 0) -> np.ndarray:
     """The order of epoch `epoch`: a permutation [num_examples] int64, a pure function.
 
-    Examples are sorted by word 0 of Philox at counter (0, epoch, index, ORDER << 24).
+    Examples are sorted by word 0 of Philox at counter (position, epoch, index, ORDER << 24).
     """
-    return _shuffle(num_examples, 0, epoch, seed)
-
-
-@functools.lru_cache(maxsize=4)
-def _shuffle(count: int, position: int, epoch: int, seed: int) -> np.ndarray:
-    index = torch.arange(count)
+    index = torch.arange(num_examples)
     high = (index >> 32) | (Stream.ORDER << 24)
     fixed = (torch.full_like(index, position), torch.full_like(index, epoch & MASK32))
     word = philox_words((*fixed, index & MASK32, high), split_seed(seed))[0]
@@ -196,5 +185,5 @@ def split_holdout(
     if not 0 <= count < num_examples or (isinstance(holdout, float) and holdout >= 1):
         raise ValueError(f"can't hold out {holdout} of {num_examples} examples")
     # Position 1, so that the split is independent of the first epoch's order.
-    shuffled = _shuffle(num_examples, 1, 0, seed)
+    shuffled = order(num_examples, 0, seed, position=1)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])

@@ -63,15 +63,12 @@ def normalize(raw: Any) -> Record:
     keys = {key for key, value in raw.items() if value is not None}
     for prompt, answer in PAIRS:
         if prompt in keys and answer in keys:
-            query = _text(raw[prompt], prompt)
-            response = _text(raw[answer], answer)
-            return Record((("user", query),), response, _type(raw))
-    for prompt, answer in PAIRS:
-        if prompt in keys:
-            raise ValueError(f"has {prompt!r} but no {answer!r}: the response is missing")
-    for prompt, answer in PAIRS:
-        if answer in keys:
-            raise ValueError(f"has {answer!r} but no {prompt!r}: the prompt is missing")
+            query = ("user", _text(raw[prompt], prompt))
+            return Record((query,), _text(raw[answer], answer), _type(raw))
+    halves = [(*pair, "response") for pair in PAIRS] + [(*pair[::-1], "prompt") for pair in PAIRS]
+    for there, lacking, half in halves:
+        if there in keys:
+            raise ValueError(f"has {there!r} but no {lacking!r}: the {half} is missing")
     raise ValueError(f"has none of {SHAPES}; its keys are {reprlib.repr(sorted(map(str, raw)))}")
 
 
@@ -128,7 +125,9 @@ def open_source(source: str | Path | list[dict]) -> Source:
     if not path.exists():
         if suffix in FORMATS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             raise ValueError(f"data file {name} doesn't exist")
-        return _hub(name)  # no such file, but it may be a Hub id
+        table = _load_dataset(name, name, {"split": "train"})  # no such file, but maybe a Hub id
+        digest = f"hub:{name}:{table._fingerprint}"
+        return Source(name, digest, len(table), lambda: _places(table, f"{name} (train)"))
     if not path.is_file():  # a pipe would wait for a writer, and can't be read twice
         raise ValueError(f"{name} is not a regular file; write the records to one first")
     if suffix not in FORMATS:
@@ -202,12 +201,6 @@ def _csv_options(path: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} has several columns {reprlib.repr(twice[0])}: keep one")
     features = datasets.Features({column: datasets.Value("string") for column in header})
     return {"features": features, "keep_default_na": False, "encoding": "utf-8-sig"}
-
-
-def _hub(name: str) -> Source:
-    rows = _load_dataset(name, name, {"split": "train"})
-    digest = f"hub:{name}:{rows._fingerprint}"
-    return Source(name, digest, len(rows), lambda: _places(rows, f"{name} (train)"))
 
 
 def _places(rows: Iterable[Any], name: str) -> Iterator[Row]:

@@ -29,14 +29,14 @@ def load_tokenizer(path: str | Path) -> Any:
     folder = Path(path).expanduser()
     name = str(folder if folder.is_dir() else path)
     files = ("tokenizer.json",), ("vocab.json", "merges.txt")
-    if folder.is_dir() and not any(all((folder / f).exists() for f in some) for some in files):
-        raise ValueError(f"{path} holds no tokenizer.json; give a folder with one, or a Hub id")
-    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)):
-        raise ValueError(f"tokenizer folder {path} doesn't exist")
-    if folder.is_file():
-        raise ValueError(f"{path} is a file; give the folder that holds tokenizer.json")
     if folder.is_dir():
+        if not any(all((folder / f).exists() for f in some) for some in files):
+            raise ValueError(f"{path} holds no tokenizer.json; give a folder with one, or a Hub id")
         check_regular(folder)
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)):
+        raise ValueError(f"tokenizer folder {path} doesn't exist")
+    elif folder.is_file():
+        raise ValueError(f"{path} is a file; give the folder that holds tokenizer.json")
     try:
         tokenizer = _read_tokenizer(name)
     except Exception as error:  # tokenizers raises bare Exception, the hub a family of its own

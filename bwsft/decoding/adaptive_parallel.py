@@ -214,8 +214,7 @@ def check_verified_row(row: Row, verifier: Verifier) -> None:
         raise ValueError(f"{name} is empty, but a verifier predicts from the token before")
     if max(*row.prompt, *row.response) >= known:
         raise ValueError(f"{name} or its canvas has a token id that the verifier does not know")
-    if row.length > verifier.max_positions:
-        raise ValueError(
-            f"{name} needs {row.length} positions with its canvas, more than the verifier's "
-            f"{verifier.max_positions}"
-        )
+    most = verifier.decoder.family.max_positions
+    if row.length > most:
+        needs = f"{name} needs {row.length} positions with its canvas"
+        raise ValueError(f"{needs}, more than the verifier's {most}")

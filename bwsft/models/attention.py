@@ -2,9 +2,7 @@
 
 T packed tokens, S sequences, L the longest of them, H heads, K key/value heads, E head width.
 A model builds one layout per forward and hands it down its layers, so that no layer reads a
-length back from the device. :class:`AttentionLayout` is for whole sequences, and may record their
-keys and values in a context cache; :class:`ActiveLayout` is for a few tokens of each sequence
-against such a cache (bwsft/models/kv_cache.py).
+length back from the device.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _FLASH_MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How the tokens of a [T, ...] tensor form sequences, and which keys a query may see.
+    """How the tokens of a [T, ...] tensor form whole sequences, and which keys a query may see.
 
     ``slots`` [T] is each token's place in the padded [S * L] grid, None where tokens fill the grid
     in order. ``mask`` is boolean and broadcasts to [S, 1, L, L], True where attention is allowed.
@@ -62,7 +60,7 @@ class AttentionLayout:
         """
         if self.cache is not None:
             self.cache.write(layer, self.cache_slots, k, v)
-        k, v = _match_heads(q, k, v, dim=1)
+        k, v = _match_heads(q, k, v)
         if self.kernel is not None:
             cu, longest = self.cu_seqlens, self.max_length
             if width is None:
@@ -105,7 +103,7 @@ class ActiveLayout:
         """Queries [S * W, H, E] against a layer's buffers [S, slots, K, E]."""
         keys, values = (self.cache.seen(x).transpose(1, 2) for x in (keys, values))
         q = self.grid(q).transpose(1, 2)  # [S, H, W, E]
-        keys, values = _match_heads(q, keys, values, dim=1)
+        keys, values = _match_heads(q, keys, values)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
         return out.transpose(1, 2).flatten(0, 1)
 
@@ -151,13 +149,11 @@ def packed_layout(
     ``max_length`` saves the one host read of the varlen path; the padded path reads the lengths
     anyway. Raises ``ValueError`` if a sequence is empty.
     """
-    num_sequences = cu_seqlens.numel() - 1
+    num_sequences, lengths = cu_seqlens.numel() - 1, cu_seqlens.diff()
     if kernel is not None:
-        longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
-        return AttentionLayout(
-            num_sequences, longest, cu_seqlens=cu_seqlens.to(torch.int32), kernel=kernel
-        )
-    lengths = cu_seqlens.diff()
+        longest = int(lengths.max()) if max_length is None else max_length
+        cu_seqlens = cu_seqlens.to(torch.int32)
+        return AttentionLayout(num_sequences, longest, cu_seqlens=cu_seqlens, kernel=kernel)
     shortest, longest = (int(n) for n in torch.stack(lengths.aminmax()).tolist())
     if shortest <= 0:
         raise ValueError("cu_seqlens must rise strictly: drop empty sequences from the batch")
@@ -219,14 +215,14 @@ def varlen_kernel(
     return varlen_attn
 
 
-def _match_heads(q: Tensor, k: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Repeat key/value heads until there are as many as query heads."""
-    groups = q.size(dim) // k.size(dim)
+def _match_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat key/value heads (dimension 1) until there are as many as query heads."""
+    groups = q.size(1) // k.size(1)
     if groups == 1:
         return k, v
     # Written out rather than left to the kernels: torch 2.11's varlen attention and the
     # memory-efficient kernel (masked float32 on CUDA) have no grouped heads.
-    return k.repeat_interleave(groups, dim=dim), v.repeat_interleave(groups, dim=dim)
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
 def rope_tables(

@@ -13,13 +13,7 @@ import torch
 from bwsft_kernels import linear_argmax, linear_cross_entropy
 from torch import Tensor, nn
 
-from bwsft.models.attention import (
-    ActiveLayout,
-    Layout,
-    compute_dtype,
-    packed_layout,
-    varlen_kernel,
-)
+from bwsft.models.attention import ActiveLayout, Layout, compute_dtype, packed_layout, varlen_kernel
 from bwsft.models.kv_cache import CacheShape, Context, ContextCache, Span
 
 
@@ -43,8 +37,7 @@ class Backbone(nn.Module):
     """A Hugging Face model, possibly wrapped by peft, as training and decoding call it.
 
     Head and loss live inside :meth:`forward`, so that the hooks of DDP and FSDP see the whole
-    step. A family implements :meth:`run_layers`, :meth:`cache_shape`, :meth:`head` and
-    :meth:`set_gradient_checkpointing`.
+    step. A family implements the methods that raise ``NotImplementedError`` here.
     """
 
     def __init__(self, model: nn.Module, family: Family):
@@ -60,16 +53,10 @@ class Backbone(nn.Module):
         return self.model if unwrap is None else unwrap()
 
     def hidden_states(
-        self,
-        ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        context: ContextCache | None = None,
-        *,
-        max_length: int | None = None,
-        wanted: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+        self, ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor,
+        context: ContextCache | None = None, *, max_length: int | None = None,
+        wanted: Tensor | None = None, mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Packed ids [T] -> [T, D] after the final norm.
 
         ``cu_seqlens`` [S + 1] holds the sequences' boundaries, ``position_ids`` [T] each token's
@@ -144,9 +131,8 @@ class Backbone(nn.Module):
     def check_graphs(self) -> None:
         """``ValueError`` if CUDA graphs cannot record a forward, which then reads from the
         device."""
-        raise ValueError(
-            "graphs needs a LLaDA in bfloat16 or float16 on a CUDA device: leave it out here"
-        )
+        needs = "a LLaDA in bfloat16 or float16 on a CUDA device"
+        raise ValueError(f"graphs needs {needs}: leave it out here")
 
     def predicting_rows(self, rows: Tensor) -> Tensor:
         """Indices of the hidden states that predict the tokens at flat indices ``rows`` [N].
@@ -158,15 +144,10 @@ class Backbone(nn.Module):
         return rows if shift == 0 else (rows - shift).clamp_min(0)
 
     def forward(
-        self,
-        batch: Any,
-        rows: Tensor | None,
-        target: Tensor | None,
-        row_weight: Tensor | None,
-        context: Context | None = None,
-        smoothing: Tensor | float = 0.0,
+        self, batch: Any, rows: Tensor | None, target: Tensor | None, row_weight: Tensor | None,
+        context: Context | None = None, smoothing: Tensor | float = 0.0,
         excluded_id: int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Weighted sum of cross-entropies over the supervised tokens, a float32 scalar.
 
         ``batch`` has ``ids`` [T] (already masked), ``position_ids`` [T] and ``cu_seqlens``
@@ -189,16 +170,8 @@ class Backbone(nn.Module):
         head = {"linear_bias": bias, "softcap": self.family.softcap}
         if target is None:
             return linear_argmax(hidden, weight, mask_id=self.family.mask_id, **head)
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            reduction="sum",
-            row_weight=row_weight,
-            label_smoothing=smoothing,
-            excluded_id=excluded_id,
-            **head,
-        )
+        head |= {"row_weight": row_weight, "label_smoothing": smoothing, "excluded_id": excluded_id}
+        return linear_cross_entropy(hidden, weight, target, reduction="sum", **head)
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
         """(hidden states, the indices [N] of the predicting ones in them)."""
@@ -213,13 +186,9 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def fill(
-        self,
-        batch: Any,
-        cache: ContextCache,
-        wanted: Tensor | None = None,
-        *,
+        self, batch: Any, cache: ContextCache, wanted: Tensor | None = None, *,
         mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Context pass: store every token's keys and values, and show them all. Returns hidden
         states as :meth:`hidden_states`."""
         lengths = batch.cu_seqlens.diff()

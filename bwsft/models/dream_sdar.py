@@ -51,10 +51,7 @@ class DreamModel(Qwen2ForCausalLM):
     config_class = DreamConfig
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **options: Any,
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
     ):
         """As transformers' Qwen2, but ``attention_mask`` [S, L] (zeros at padding; None: no
         padding) hides keys alone; boolean [S, 1, L, L] is taken as it is. Positions count from the
@@ -92,10 +89,7 @@ class SDARForCausalLM(Qwen3ForCausalLM):
     config_class = SdarConfig
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **options: Any,
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
     ):
         """As transformers' Qwen3, with a boolean ``attention_mask`` [S, 1, L, L], True where query
         may see key. ``ValueError`` without one: the blocks' size is the caller's choice."""

@@ -101,18 +101,13 @@ def read_config(folder: Path, facts: Facts | None = None) -> PreTrainedConfig:
         raise ValueError(f"{file} lacks {', '.join(missing)}: add the fields")
     if found.get("quantization_config"):
         raise ValueError(f"{file}: quantized weights are not supported: take the full checkpoint")
-    typed = {name: hint for name, hint in _typed_fields(kind).items() if name in found}
+    # transformers checks the types of its own models' fields.
+    hints = FIELD_TYPES if own else _FACTS | dict.fromkeys(_MUST_STATE, int)
+    typed = {name: hint for name, hint in (_KEPT | hints).items() if name in found}
     for name, hint in typed.items():
         config_check.convert(hint, found[name], str(file), name)
     config = _build(kind, found, typed, file)
     return config if own else _complete(config, facts or Facts(), folder)
-
-
-def _typed_fields(kind: str) -> dict[str, Any]:
-    """The fields whose types are checked here; transformers checks those of its own models."""
-    if kind == LladaConfig.model_type:
-        return FIELD_TYPES | _KEPT
-    return _KEPT | _FACTS | dict.fromkeys(_MUST_STATE, int)
 
 
 def _build(kind: str, found: dict, typed: dict[str, Any], file: Path) -> PreTrainedConfig:
@@ -187,7 +182,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     ends = config.eos_token_id
     ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     mask_id = getattr(config, "mask_token_id", None)
-    shift = getattr(config, "logit_shift", None) if kind in DECODERS else 0
+    shift = getattr(config, "logit_shift", None) if kind in DECODERS else int(kind == "Dream")
     if grows and None in (mask_id, shift):
         raise ValueError(f"the model has no [MASK]: {_IN_PLACE if kind in ENCODERS else _BOTH}")
     if not isinstance(mask_id, int) or not 0 <= mask_id < size + grows:
@@ -196,19 +191,12 @@ def family_of(config: PreTrainedConfig) -> Family:
         raise ValueError(f"config field eos_token_id={config.eos_token_id} is no id below {size}")
     if mask_id == _LLADA_MASK_ID and kind == LladaConfig.model_type and size > _LLADA_EOT_ID:
         ends += (_LLADA_EOT_ID,)
-    family = Family(
-        mask_id=mask_id,
-        eos_id=ends[0],
-        end_ids=ends,
-        vocab_size=max(size, mask_id + 1),
-        max_positions=config.max_position_embeddings,
-        logit_shift=shift,
-    )
-    if kind == "Dream":
-        return replace(family, logit_shift=1)
-    if kind == "sdar":
-        return replace(family, block_origin="absolute", attention="block_causal")
-    return family
+    return Family(
+        mask_id=mask_id, eos_id=ends[0], end_ids=ends, vocab_size=max(size, mask_id + 1),
+        max_positions=config.max_position_embeddings, logit_shift=shift,
+        block_origin="absolute" if kind == "sdar" else "response",
+        attention="block_causal" if kind == "sdar" else "full",
+    )  # fmt: skip
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

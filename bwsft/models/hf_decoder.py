@@ -163,8 +163,7 @@ def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
     config = model.config
     if family.logit_shift not in (0, 1):
         raise ValueError(f"logit_shift must be 0 or 1, not {family.logit_shift}")
-    foreign = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if foreign:
+    if foreign := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         raise ValueError(f"layers of type {', '.join(sorted(foreign))} can't be made bidirectional")
     for name in _LOGIT_FACTORS:
         if getattr(config, name, None) not in (None, 1):

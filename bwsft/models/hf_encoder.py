@@ -29,14 +29,9 @@ _FULL, _LOCAL = "full_attention", "sliding_attention"
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    layouts: list[Layout] | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    layouts: list[Layout] | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function of transformers: q, k, v [1, H, T, E] -> [1, T, H, E]. ``layouts``,
     one for each layer, say what a token sees; dropout is off here, and the scale is 1/sqrt(E)."""
     if layouts is None:
@@ -94,8 +89,8 @@ def _windowed(layout: Layout, position_ids: Tensor, window: int) -> Layout:
             layout = replace(padded, cache=layout.cache, cache_slots=layout.cache_slots)
         # A padded query is at position 0: it sees the sequence's start, so it has keys.
         keys = layout.grid(position_ids)[:, None, :]
-    near = (layout.grid(position_ids)[:, :, None] - keys).abs() <= window  # [S, queries, keys]
-    near = near[:, None]
+    distance = (layout.grid(position_ids)[:, :, None] - keys).abs()  # [S, queries, keys]
+    near = (distance <= window)[:, None]
     return replace(layout, mask=near if layout.mask is None else near & layout.mask)
 
 
@@ -105,9 +100,8 @@ def _layer_types(config: Any) -> list[str]:
 
 def _transform(model: PreTrainedModel) -> nn.Module:
     """Dense, activation and norm between the last layer and the decoder matrix."""
-    if isinstance(model, ModernBertForMaskedLM):
-        return model.head
-    return model.cls.predictions.transform
+    modern = isinstance(model, ModernBertForMaskedLM)
+    return model.head if modern else model.cls.predictions.transform
 
 
 def new_encoder(model: PreTrainedModel, family: Family) -> EncoderBackbone:

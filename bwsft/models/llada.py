@@ -59,13 +59,9 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         raise ValueError("LLaDA's vocabulary is fixed: use one of its reserved ids instead")
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **options: Any,
-    ) -> MaskedLMOutput:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **options: Any,
+    ) -> MaskedLMOutput:  # fmt: skip
         """Padded input [S, L] (or embeddings [S, L, D]) -> ``logits`` [S, L, V].
 
         ``attention_mask``: [S, L] with zeros at padding, or boolean [S, 1, L, L] with True where
@@ -83,9 +79,8 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(shape[1], device=inputs_embeds.device)
         layout = padded_layout(*shape, attention_mask)
-        hidden = self.model(
-            inputs_embeds.flatten(0, 1), position_ids.expand(shape).flatten(), layout
-        )
+        positions = position_ids.expand(shape).flatten()
+        hidden = self.model(inputs_embeds.flatten(0, 1), positions, layout)
         return MaskedLMOutput(logits=self.model.logits(hidden).unflatten(0, shape))
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -104,8 +99,7 @@ class LladaForMaskedDiffusion(PreTrainedModel):
 
 def _refuse_options(options: dict[str, Any]) -> None:
     for name, value in options.items():
-        ignorable = value is None or value is False
-        if not (ignorable and name != "return_dict" or name == "return_dict" and value):
+        if not (value if name == "return_dict" else value is None or value is False):
             raise ValueError(f"LLaDA's forward does not support {name}={value!r}")
 
 
@@ -136,7 +130,6 @@ class LladaBackbone(Backbone):
         self.base_model.model.gradient_checkpointing = enabled
 
     def set_fused_ops(self, choice: str) -> None:
-        """As :meth:`LladaModel.set_fused_ops`."""
         self.base_model.model.set_fused_ops(choice)
 
     def check_graphs(self) -> None:

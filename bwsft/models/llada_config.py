@@ -33,7 +33,6 @@ _IMPLEMENTED: dict[str, tuple] = {
     "embedding_dropout": (0,),
     "init_fn": ("mitchell", "normal"),
 }
-_POSITIVE = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length")
 _LARGEST_SIZE = 2**28  # the product of two, in bytes, still fits in 64 bits
 
 
@@ -119,13 +118,29 @@ class LladaConfig(PreTrainedConfig):
                     f"LLaDA config option {name}={value!r} is not implemented (only {values[0]!r} "
                     "is): load this checkpoint with its own modeling code"
                 )
-        for name in _POSITIVE:
+        for name in ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) <= 0:
                 raise ValueError(f"config field {name} must be a positive whole number")
         for name in ("rms_norm_eps", "rope_theta"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"config field {name} must be positive")
-        _check_sizes(self)
+        if self.d_model % self.n_heads or self.head_dim % 2:
+            raise ValueError(
+                f"d_model={self.d_model} must split into n_heads={self.n_heads} heads of even width"
+            )
+        if self.num_kv_heads <= 0 or self.n_heads % self.num_kv_heads:
+            raise ValueError(
+                f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}"
+            )
+        if self.embedding_rows < self.vocab_size:
+            raise ValueError(
+                f"embedding_size={self.embedding_size} must not be below "
+                f"vocab_size={self.vocab_size}"
+            )
+        if self.mlp_width <= 0:
+            raise ValueError("mlp_hidden_size (or mlp_ratio) must be positive")
+        if max(self.d_model, self.embedding_rows, self.mlp_width) > _LARGEST_SIZE:
+            raise ValueError(f"no size of a model may exceed {_LARGEST_SIZE:,}")
 
     @property
     def num_kv_heads(self) -> int:
@@ -155,33 +170,9 @@ class LladaConfig(PreTrainedConfig):
         return out
 
 
-def _field_types() -> dict[str, Any]:
-    """Of LladaConfig's own fields: its base's annotations name what only type checkers import."""
-    own = {"__annotations__": LladaConfig.__annotations__, "__module__": __name__}
-    return get_type_hints(type("Own", (), own))
-
-
-FIELD_TYPES = _field_types()
-
-
-def _check_sizes(config: LladaConfig) -> None:
-    if config.d_model % config.n_heads or config.head_dim % 2:
-        raise ValueError(
-            f"d_model={config.d_model} must split into n_heads={config.n_heads} heads of even width"
-        )
-    if config.num_kv_heads <= 0 or config.n_heads % config.num_kv_heads:
-        raise ValueError(
-            f"n_heads={config.n_heads} must be a multiple of n_kv_heads={config.n_kv_heads}"
-        )
-    if config.embedding_rows < config.vocab_size:
-        raise ValueError(
-            f"embedding_size={config.embedding_size} must not be below "
-            f"vocab_size={config.vocab_size}"
-        )
-    if config.mlp_width <= 0:
-        raise ValueError("mlp_hidden_size (or mlp_ratio) must be positive")
-    if max(config.d_model, config.embedding_rows, config.mlp_width) > _LARGEST_SIZE:
-        raise ValueError(f"no size of a model may exceed {_LARGEST_SIZE:,}")
+# Of LladaConfig's own fields: its base's annotations name what only type checkers import.
+_own = {"__annotations__": LladaConfig.__annotations__, "__module__": __name__}
+FIELD_TYPES = get_type_hints(type("Own", (), _own))
 
 
 AutoConfig.register(LladaConfig.model_type, LladaConfig, exist_ok=True)

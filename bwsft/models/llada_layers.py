@@ -93,13 +93,9 @@ class LladaBlock(nn.Module):
         return self.ff_out(small_ops(self.fused_ops, gate).swiglu(gate, up))
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        layout: Layout,
-        wanted: Tensor | None = None,
+        self, x: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, wanted: Tensor | None = None,
         delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Tokens x + ``delta`` [T, D] -> the layer's output as two summands [T, D], or with
         ``wanted`` [S, W] (indices) [S * W, D]: keys and values of all tokens, everything
         else of the wanted ones."""
@@ -150,15 +146,10 @@ class LladaModel(nn.Module):
     @property
     def head_module(self) -> nn.Module:
         """The LM head: ``ff_out``, or the embedding itself where the weights are tied."""
-        tied = "ff_out" not in self.transformer
-        return self.transformer["wte" if tied else "ff_out"]
+        return self.transformer["ff_out" if "ff_out" in self.transformer else "wte"]
 
     def forward(
-        self,
-        x: Tensor,
-        position_ids: Tensor,
-        layout: Layout,
-        wanted: Tensor | None = None,
+        self, x: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None
     ) -> Tensor:
         """Embedded tokens [T, D], positions [T] -> the same after the final norm [T, D].
 

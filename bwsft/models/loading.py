@@ -28,13 +28,9 @@ from bwsft.utils import strict_json
 
 
 def load_backbone(
-    path: str | Path,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    attn_implementation: str | None = None,
-    facts: Facts | None = None,
-) -> Backbone:
+    path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu",
+    attn_implementation: str | None = None, facts: Facts | None = None,
+) -> Backbone:  # fmt: skip
     """The model in folder ``path`` (or of a Hugging Face repository id), in eval mode.
 
     ``dtype`` defaults to the checkpoint's own. ``attn_implementation="flash_attention_2"`` takes
@@ -66,9 +62,8 @@ def load_backbone(
         options["attn_implementation"] = attn_implementation
     # Given, so that nothing but the checked ids of generation_config.json is read.
     ends = GenerationConfig(eos_token_id=list(family.end_ids), pad_token_id=config.pad_token_id)
-    model = model_class(config).from_pretrained(
-        folder, config=config, generation_config=ends, **options
-    )
+    options |= {"config": config, "generation_config": ends}
+    model = model_class(config).from_pretrained(folder, **options)
     try:
         return wrap(model, family)
     except ValueError as error:
@@ -83,12 +78,9 @@ def read_family(path: str | Path, facts: Facts | None = None) -> Family:
 
 
 def new_backbone(
-    config: PreTrainedConfig,
-    seed: int = 0,
-    *,
-    dtype: torch.dtype = torch.float32,
+    config: PreTrainedConfig, seed: int = 0, *, dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-) -> Backbone:
+) -> Backbone:  # fmt: skip
     """A model of random weights, the same for the same seed, whatever ``dtype`` and ``device``
     (they are drawn in float32 on the CPU). The caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):

@@ -53,12 +53,9 @@ def add_lora(backbone: Backbone, config: LoraConfig, seed: int) -> None:
 
     kind = backbone.base_model.config.model_type
     lora = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=_TARGETS.get(kind, _DECODER_TARGETS)[config.targets],
-        bias="none",
-    )
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout,
+        target_modules=_TARGETS.get(kind, _DECODER_TARGETS)[config.targets], bias="none",
+    )  # fmt: skip
     torch.manual_seed(seed)
     _wrap(backbone, lora)
 
@@ -89,16 +86,12 @@ def load_adapter(backbone: Backbone, folder: Path | str) -> None:
     stored = read_adapter_config(folder)
     ranks = _adapted(backbone, Path(folder) / ADAPTER)
     _check_targets(stored, ranks, folder)
+    same = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "alpha_pattern")
     lora = peft.LoraConfig(
-        r=stored.r,
-        lora_alpha=stored.lora_alpha,
-        lora_dropout=stored.lora_dropout,
-        use_rslora=stored.use_rslora,
-        use_dora=stored.use_dora,
         target_modules=sorted(ranks),
         rank_pattern={re.escape(n): rank for n, rank in ranks.items() if rank != stored.r},
-        alpha_pattern=stored.alpha_pattern,
         inference_mode=True,
+        **{name: getattr(stored, name) for name in same},
     )
     _wrap(backbone, lora)
     load_adapter_weights(folder, backbone)
@@ -144,9 +137,7 @@ def _check_targets(stored: AdapterConfig, ranks: dict[str, int], folder: Path | 
     if unfit := [p for p in stored.alpha_pattern if not re.fullmatch(r"[\w.^$\\]+", p)]:
         raise ValueError(f"{folder}: alpha_pattern {unfit[0][:80]!r} is no plain module name")
     names = stored.target_modules
-    if isinstance(names, str):
-        return
-    for target in names:
+    for target in () if isinstance(names, str) else names:
         if not any(n == target or n.endswith(f".{target}") for n in ranks):
             raise ValueError(
                 f"{folder}: adapter_config.json targets {target:.80}, but no tensor belongs to it: "

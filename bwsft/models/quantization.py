@@ -46,16 +46,12 @@ def quantize(backbone: Backbone, device: torch.device) -> None:
 def _in_four_bits(library: ModuleType, linear: nn.Linear) -> nn.Module:
     """A matrix that is quantized when it moves to a CUDA device."""
     options = {"compress_statistics": True, "quant_type": "nf4"}
+    weight, sizes = linear.weight, (linear.in_features, linear.out_features)
     quantized = library.nn.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=False,
-        compute_dtype=linear.weight.dtype,
-        device="meta",
-        **options,
+        *sizes, bias=False, compute_dtype=weight.dtype, device="meta", **options
     )
     quantized.weight = library.nn.Params4bit(
-        linear.weight.data, requires_grad=False, module=quantized, **options
+        weight.data, requires_grad=False, module=quantized, **options
     )
     quantized.bias = linear.bias
     return quantized.train(linear.training)

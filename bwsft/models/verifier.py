@@ -33,10 +33,6 @@ class Verifier:
         """Rows of its head."""
         return len(self.decoder.head()[0])
 
-    @property
-    def max_positions(self) -> int:
-        return self.decoder.family.max_positions
-
     def causal_states(self, ids: Tensor, span: Span, cache: ContextCache) -> Tensor:
         """Tokens of a span, ids [S, W], each after the cached positions before it -> [S * W, D].
         Their keys and values stay in the cache."""

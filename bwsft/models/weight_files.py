@@ -70,8 +70,7 @@ def shard_files(folder: Path) -> dict[str, list[str] | None]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise ValueError(f"{folder / _INDEX} names a shard outside the folder: {shard!r}")
         shards.setdefault(shard, []).append(tensor)
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if missing:
+    if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
         raise FileNotFoundError(
             f"{folder / _INDEX} names {', '.join(missing)}, which is not there: download the "
             "checkpoint again"
@@ -86,21 +85,21 @@ def stored_shapes(folder: Path) -> Shapes:
         file = folder / shard
         with opened(file) as handle:
             slices = {name: handle.get_slice(name) for name in handle.keys()}
-            stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            kinds = {name: part.get_dtype() for name, part in slices.items()}
+            stored = {n: (tuple(x.get_shape()), x.get_dtype()) for n, x in slices.items()}
         if indexed is not None and set(indexed) != set(stored):
             raise ValueError(
                 f"{file} and {_INDEX} disagree about {_some(set(indexed) ^ set(stored))}: "
                 "download both again"
             )
-        for name in [name for name in stored if _BESIDE.fullmatch(name)]:
-            del stored[name], kinds[name]
-        if odd := [name for name, kind in kinds.items() if kind not in _FLOATS]:
-            raise ValueError(
-                f"{file}: {odd[0]} is stored as {kinds[odd[0]]}, not as floating-point numbers: "
-                "take the checkpoint before quantization"
-            )
-        shapes.update((renamed(name), shape) for name, shape in stored.items())
+        for name, (shape, kind) in stored.items():
+            if _BESIDE.fullmatch(name):
+                continue
+            if kind not in _FLOATS:
+                raise ValueError(
+                    f"{file}: {name} is stored as {kind}, not as floating-point numbers: "
+                    "take the checkpoint before quantization"
+                )
+            shapes[renamed(name)] = shape
     return shapes
 
 
@@ -109,20 +108,15 @@ def renamed(name: str) -> str:
     return stem + _RENAMED.get(dot + rest, dot + rest)
 
 
-def check_tensors(
-    stored: Shapes, expected: Shapes, folder: Path, tied: Mapping[str, str] | None = None
-) -> None:
+def check_tensors(stored: Shapes, expected: Shapes, folder: Path, tied: Mapping[str, str]) -> None:
     """``ValueError`` unless exactly the expected tensors are stored, in the expected shapes.
 
     ``tied``: a tensor's name -> that of the one it is tied to. The first need not be stored; where
     both are, they must be the same numbers, or the model would not be what was saved.
     """
-    tied = tied or {}
-    missing = expected.keys() - stored.keys() - tied.keys()
-    unexpected = stored.keys() - expected.keys()
-    if missing:
+    if missing := expected.keys() - stored.keys() - tied.keys():
         raise ValueError(f"{folder} lacks tensors that its config needs: {_some(missing)}")
-    if unexpected:
+    if unexpected := stored.keys() - expected.keys():
         raise ValueError(f"{folder} has tensors that its config does not know: {_some(unexpected)}")
     for name in expected.keys() & stored.keys():
         if stored[name] != expected[name]:

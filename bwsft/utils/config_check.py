@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from typing import Any, TypeVar
@@ -42,7 +43,8 @@ def build(cls: type[T], values: Any, where: str, path: str = "") -> T:
 
 def convert(hint: Any, value: Any, where: str, path: str) -> Any:
     """`value` as annotation `hint` wants it; ValueError naming `where` and `path` otherwise."""
-    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if is_union else (hint,)
     for option in options:
         if dataclasses.is_dataclass(option) and (isinstance(value, dict) or len(options) == 1):
             return build(option, value, where, f"{path}.")
@@ -65,10 +67,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         path = f"{prefix}{key}"
         found |= flat(value, f"{path}.") if isinstance(value, dict) else {path: value}
     return found
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -98,7 +96,6 @@ def _short(value: Any) -> str:
         return "a list" if isinstance(value, list) else "an object"
     if type(value) is int and abs(value) >= 2**63:
         return "a number too large"
-    names = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
-        return names[value]
+        return json.dumps(value)
     return repr(value[:40] if isinstance(value, str) else value)

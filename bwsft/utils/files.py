@@ -36,10 +36,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         with naming(path):
-            with open(temporary, "wb") as handle:
-                handle.write(data)
-                handle.flush()
-                os.fsync(handle.fileno())
+            temporary.write_bytes(data)
+            fsync_path(temporary)
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

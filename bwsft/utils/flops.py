@@ -6,41 +6,24 @@ A multiply-add is two. In the formulas half of the tokens that can be masked are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
 def flop_counter() -> FlopCounterMode:
     """Count the FLOPs of matmuls and attention inside a `with`; get_total_flops() afterwards.
 
-    Attention on a CPU, which torch leaves out, is counted too. Triton kernels are not seen: on CUDA
-    the head of the sampler is missing.
+    Attention on a CPU, which torch leaves out, is counted too; a mask saves nothing. Triton kernels
+    are not seen: on CUDA the head of the sampler is missing.
     """
-    aten = torch.ops.aten
-    return FlopCounterMode(
-        display=False,
-        custom_mapping={
-            aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
-        },
-    )
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
-    """Shapes [S, H, W, E] -> FLOPs; a mask saves nothing."""
-    return sdpa_flop_count(query, key, value)
-
-
-def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, out_shape: Any = None,
-    **kwargs: Any,
-) -> int:  # fmt: skip
-    return sdpa_backward_flop_count(grad, query, key, value)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    formulas = {
+        forward: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 @dataclass(frozen=True)
@@ -122,15 +105,12 @@ def step_flops(cost: Cost, prompt: int, gen: int, block: int, draws: int) -> dic
     """FLOPs per supervised token of a training step by context mode: frozen matrices, adapters left
     out. `naive` projects every token to logits."""
     training, length, supervised = TrainingCost(cost), prompt + gen, block / 2
-
-    def blockwise(context: str, draws: int = 1) -> float:
-        return training.blockwise(context, prompt, gen, block, draws)
-
+    sizes = (prompt, gen, block)
     return {
         "naive": training.full(length, length) / supervised,
-        "exact": blockwise("exact") / supervised,
-        f"cached_k{draws}": blockwise("cached", draws) / (draws * supervised),
-        "block_causal": blockwise("block_causal") / (gen / 2),
+        "exact": training.blockwise("exact", *sizes) / supervised,
+        f"cached_k{draws}": training.blockwise("cached", *sizes, draws) / (draws * supervised),
+        "block_causal": training.blockwise("block_causal", *sizes) / (gen / 2),
     }
 
 

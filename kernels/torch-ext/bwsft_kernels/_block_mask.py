@@ -7,6 +7,7 @@ L length, B block size, M blocks of a response, R bound on the supervised rows.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,9 +67,7 @@ def _inputs(
     if ids.is_floating_point() or ids.dim() != (2 if cu_seqlens is None else 1):
         raise ValueError("ids must be integers: packed [T] with cu_seqlens, or padded [S, L] alone")
 
-    def per_sequence(value: int | Lengths, name: str, size: int) -> Tensor:
-        return _per_sequence(value, name, size, ids.device)
-
+    per_sequence = partial(_per_sequence, device=ids.device)
     if cu_seqlens is None:
         num_sequences, length = ids.shape
         row_start = torch.arange(num_sequences, device=ids.device) * length

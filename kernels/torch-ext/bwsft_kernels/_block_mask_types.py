@@ -39,11 +39,8 @@ class MaskSpec:
     pairs: bool = False
 
     def __post_init__(self) -> None:
-        choices = {
-            "weight": ("count", "rate", "flat"),
-            "empty": ("last", "skip"),
-            "block_factor": ("mean", "sum"),
-        }
+        choices = {"weight": ("count", "rate", "flat"), "empty": ("last", "skip"),
+                   "block_factor": ("mean", "sum")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")

@@ -96,9 +96,9 @@ def _warn_slow(reason: str) -> None:
     warnings.warn(f"bwsft_kernels uses torch on CUDA tensors: {reason}", stacklevel=4)
 
 
-def interpreting() -> bool:
-    """True when Triton kernels run in its interpreter, which takes CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+def flag(name: str) -> bool:
+    """Whether an environment variable is 1."""
+    return os.environ.get(name, "0") == "1"
 
 
 def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | None:
@@ -110,11 +110,12 @@ def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | 
         raise ValueError(f'impl must be "auto", "triton" or "torch", not {impl!r}')
     if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
         return None
+    interpreting = flag("TRITON_INTERPRET")  # in its interpreter Triton takes CPU tensors
     if tensor.dtype == torch.float64:
         reason = "Triton has no float64 kernels"
-    elif tensor.dtype == torch.bfloat16 and interpreting():
+    elif tensor.dtype == torch.bfloat16 and interpreting:
         reason = "Triton's interpreter multiplies bf16 wrongly; unset TRITON_INTERPRET"
-    elif not (tensor.is_cuda or interpreting()):
+    elif not (tensor.is_cuda or interpreting):
         reason = f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is not set"
     else:
         module, reason = _import_triton(name)
@@ -127,13 +128,11 @@ def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | 
     return None
 
 
-def debugging() -> bool:
-    return os.environ.get("BWSFT_DEBUG", "0") == "1"
 
 
 def checking(tensor: Tensor) -> bool:
     """Whether to look at values: a dozen small launches on a GPU, so there only if asked to."""
-    return not tensor.is_cuda or debugging()
+    return not tensor.is_cuda or flag("BWSFT_DEBUG")
 
 
 def require(condition: Tensor, message: Callable[[], str]) -> None:
@@ -142,7 +141,7 @@ def require(condition: Tensor, message: Callable[[], str]) -> None:
     On a GPU, reading it would stall the stream, so there it is a device-side assertion;
     BWSFT_DEBUG=1 reads it at once and gives the full message.
     """
-    if condition.device.type == "cpu" or debugging():
+    if condition.device.type == "cpu" or flag("BWSFT_DEBUG"):
         if not bool(condition):
             raise ValueError(message())
     elif condition.is_cuda:

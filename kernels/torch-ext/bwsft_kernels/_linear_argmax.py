@@ -59,15 +59,10 @@ def linear_argmax(
     linear_weight: Tensor,  # [V, D]
     *,
     linear_bias: Tensor | None = None,  # [V]
-    banned_ids: Collection[int] = (),
-    mask_id: int | None = None,
-    subs: bool = False,
-    temperature: float = 0.0,
-    gumbel: GumbelKey | None = None,
-    want: Collection[str] = ("confidence",),
-    softcap: float | None = None,
-    round_logits: str | None = None,
-    impl: str = "auto",
+    banned_ids: Collection[int] = (), mask_id: int | None = None, subs: bool = False,
+    temperature: float = 0.0, gumbel: GumbelKey | None = None,
+    want: Collection[str] = ("confidence",), softcap: float | None = None,
+    round_logits: str | None = None, impl: str = "auto",
 ) -> LinearArgmax:
     """Choose a token for each row of the input under a linear head, and say how sure it is.
 

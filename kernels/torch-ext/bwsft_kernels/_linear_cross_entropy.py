@@ -7,8 +7,6 @@ there each row's upstream gradient must be known before the projection.
 Letters: T rows of the input, N supervised rows, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -40,11 +38,8 @@ def linear_cross_entropy(
     label_smoothing: float | Tensor = 0.0,  # [...]
     options: object = None,
     row_weight: Tensor | None = None,  # [...]
-    softcap: float | None = None,
-    excluded_id: int | None = None,
-    num_rows: int | None = None,
-    chunk_bytes: int = 512 << 20,
-    impl: str = "auto",
+    softcap: float | None = None, excluded_id: int | None = None,
+    num_rows: int | None = None, chunk_bytes: int = 512 << 20, impl: str = "auto",
 ) -> Tensor:  # fp32 (fp64 for fp64): a scalar, or [...] with reduction "none"
     """torch.nn.functional.linear_cross_entropy, at the cost of the rows that aren't ignored.
 
@@ -148,7 +143,12 @@ def _sweep(
     needs: tuple[bool, bool, bool],  # gradients of x, weight, bias
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # [N], [N, D], [V, D], [V]
     """Unweighted loss and the gradients of sum(row_weight * loss), in options.wide."""
-    row_kernel, grad_input = _kernels(options.impl, x)
+    by_row, split = (
+        triton_implementation(options.impl, x, name)
+        for name in ("_cross_entropy_triton", "_linear_cross_entropy_bwd_triton")
+    )
+    row_kernel = by_row.cross_entropy_rows_ if by_row else cross_entropy_rows_
+    grad_input = split.grad_input if split else product
     need_x, need_weight, need_bias = needs
     size, vocabulary = len(rows.target), len(weight)
     loss = torch.empty(size, dtype=options.wide, device=x.device)
@@ -189,14 +189,6 @@ def _sweep(
     return loss, grad_x, grad_weight, grad_bias
 
 
-def _kernels(impl: str, x: Tensor) -> tuple[Callable, Callable]:
-    """(row kernel, function for the input's gradient)."""
-    rows, split = (
-        triton_implementation(impl, x, name)
-        for name in ("_cross_entropy_triton", "_linear_cross_entropy_bwd_triton")
-    )
-    return (rows.cross_entropy_rows_ if rows else cross_entropy_rows_,
-            split.grad_input if split else product)
 
 
 def _fit_range(row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:  # [N], []

@@ -29,9 +29,8 @@ def _rms_norm_fwd_kernel(
     dtype: tl.constexpr = total_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        x += tl.load(
-            residual_ptr + row * stride_residual + cols, mask=inside, other=0.0
-        ).to(tl.float32)
+        residual = tl.load(residual_ptr + row * stride_residual + cols, mask=inside, other=0.0)
+        x += residual.to(tl.float32)
         total = down_cast(x, dtype)
         tl.store(total_ptr + row * D + cols, total, mask=inside)
         x = total.to(tl.float32)
@@ -66,9 +65,8 @@ def _rms_norm_bwd_kernel(
         grad *= weight
         out = (grad - unit * (tl.sum(grad * unit, axis=0) / D)) * scale
         if HAS_TOTAL_GRAD:
-            out += tl.load(
-                total_grad_ptr + row * stride_total_grad + cols, mask=inside, other=0.0
-            ).to(tl.float32)
+            more_ptr = total_grad_ptr + row * stride_total_grad
+            out += tl.load(more_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * D + cols, down_cast(out, dtype), mask=inside)
     if WANT_WEIGHT:
         tl.store(parts_ptr + tl.program_id(0) * D + cols, part, mask=inside)

@@ -5,12 +5,13 @@ architecture once and prints the best as a line for TABLE. Each tile here compil
 architecture without a spilled register, which tests/kernels/test_compile_offline.py checks.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ._dispatch import flag
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def tuned(kernel: str, tensor: Tensor, rows: int, launch: Callable[[Tile], objec
     """The tile for `rows` rows of `tensor`'s dtype; launch(tile) runs it once, for the search."""
     arch = architecture(tensor.device)
     entries = TABLE[kernel, arch, tensor.element_size()]
-    if os.environ.get("BWSFT_AUTOTUNE", "0") == "1":
+    if flag("BWSFT_AUTOTUNE"):
         bucket = next(most for most in (16, 32, 64, 128, 256, 512, 1024, ANY_ROWS) if rows <= most)
         key = (kernel, arch, tensor.element_size(), bucket)
         if key not in _found:

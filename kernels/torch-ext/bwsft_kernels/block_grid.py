@@ -26,6 +26,7 @@ class BlockGrid:
         if self.origin not in ORIGINS:
             raise ValueError(f"block_origin must be one of {ORIGINS}, not {self.origin!r}")
 
+
     @property
     def at_response(self) -> bool:
         """The first block of a response is whole: the grid starts at its first token."""
@@ -34,7 +35,7 @@ class BlockGrid:
     def start(self, prompt: Ints) -> Ints:
         """Position where the block begins that holds the response's first token; before it where
         that block holds the prompt's tail too."""
-        return prompt if self.origin == "response" else prompt - prompt % self.size
+        return prompt if self.at_response else prompt - prompt % self.size
 
     def num_blocks(self, prompt: Ints, response: Ints) -> Ints:
         """Number M of blocks that hold tokens of the response; 0 for an empty response."""
@@ -63,12 +64,8 @@ class BlockGrid:
 
 
 def _max(a: Ints, b: Ints) -> Ints:
-    if isinstance(a, Tensor):
-        return a.clamp(min=b)
-    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+    return a + (b - a) * (b > a)
 
 
 def _min(a: Ints, b: Ints) -> Ints:
-    if isinstance(a, Tensor):
-        return a.clamp(max=b)
-    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+    return a + (b - a) * (b < a)

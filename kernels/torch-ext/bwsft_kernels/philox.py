@@ -49,12 +49,8 @@ def philox_words(
     for _ in range(ROUNDS):
         # The product of two uint32 may pass 2^63; int64 wraps, and both halves survive the masks.
         p0, p1 = c0 * m0, c2 * m1
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & MASK32) ^ c1 ^ k0,
-            p1 & MASK32,
-            ((p0 >> 32) & MASK32) ^ c3 ^ k1,
-            p0 & MASK32,
-        )
+        c0, c1 = ((p1 >> 32) & MASK32) ^ c1 ^ k0, p1 & MASK32
+        c2, c3 = ((p0 >> 32) & MASK32) ^ c3 ^ k1, p0 & MASK32
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK32, (k1 + KEY_STEPS[1]) & MASK32
     return c0, c1, c2, c3
 
@@ -64,10 +60,6 @@ def split_seed(seed: int) -> tuple[int, int]:
     return seed & MASK32, (seed >> 32) & MASK32
 
 
-def _integers(*values: Ints) -> list[Tensor]:
-    """ints and integer tensors -> int64 tensors on the device of the first tensor."""
-    device = next((v.device for v in values if isinstance(v, Tensor)), None)
-    return [torch.as_tensor(v, dtype=torch.int64, device=device) for v in values]
 
 
 def philox_u24(
@@ -82,7 +74,10 @@ def philox_u24(
 
     Counter = (position, draw, id & 0xffffffff, id >> 32 | stream << 24), key = seed.
     """
-    position, draw, sample_id = _integers(position, draw, sample_id)
+    numbers = (position, draw, sample_id)
+    device = next((n.device for n in numbers if isinstance(n, Tensor)), None)
+    numbers = (torch.as_tensor(n, dtype=torch.int64, device=device) for n in numbers)
+    position, draw, sample_id = numbers
     high = sample_id >> 32
     require(((high >= 0) & (high < 1 << 24)).all(), lambda: "sample_id must lie in [0, 2^56)")
     counter = (position & MASK32, draw & MASK32, sample_id & MASK32, high | (int(stream) << 24))

@@ -94,21 +94,15 @@ def block_mask(
     spec: MaskSpec,
     *,
     cu_seqlens: Tensor | None = None,  # [S + 1]
-    sample_ids: Tensor | None = None,
-    draw: int | Tensor = 0,
-    block: Tensor | None = None,
+    sample_ids: Tensor | None = None, draw: int | Tensor = 0, block: Tensor | None = None,
     block_weights: Tensor | None = None,  # [S, M]
-    block_draw: int | Tensor | None = None,
-    rate: Tensor | None = None,
+    block_draw: int | Tensor | None = None, rate: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> MaskedBatch:
     """One sequence and one token at a time, with Python integers."""
     size = len(prompt_lengths)
     flat = ids.reshape(-1).tolist()
-    if cu_seqlens is None:
-        starts = [ids.shape[1] * row for row in range(size)]
-    else:
-        starts = cu_seqlens.tolist()[:-1]
+    starts = [ids.shape[1] * s for s in range(size)] if cu_seqlens is None else cu_seqlens.tolist()
     sample_ids = range(size) if sample_ids is None else sample_ids.tolist()
     draws, block_draws = (
         [number] * size if isinstance(number, int) else number.tolist()
@@ -130,7 +124,8 @@ def block_mask(
                 noisy[token] = spec.mask_id
             if position in marked:
                 labels[token] = flat[token]
-        weight = _weight(spec, scale, rate24, length, len(marked))
+        per = {"count": len(marked), "flat": length, "rate": rate24 * length * 2.0**-24}
+        weight = scale / per[spec.weight] if marked else 0.0
         rows += [(starts[s] + position, weight) for position in sorted(marked)]
         facts.append((index, start, length, rate24 / 2**24, len(marked)))
     return _assemble(ids, noisy, labels, rows, facts, min(size * spec.block_size, len(flat)))
@@ -205,12 +200,6 @@ def _choose(
     return index, start, end - start, factor
 
 
-def _weight(spec: MaskSpec, factor: float, rate24: int, length: int, count: int) -> float:
-    if count == 0:
-        return 0.0
-    if spec.weight == "rate":
-        return factor / (rate24 * length * 2.0**-24)
-    return factor / (count if spec.weight == "count" else length)
 
 
 def _assemble(
