@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bwsft.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    LoraConfig,
-    OptimConfig,
-)
+from bwsft.config import Config, DataConfig, EvalConfig, LoraConfig, OptimConfig
 from bwsft.objectives.config import ObjectiveConfig
 
 
@@ -61,9 +55,4 @@ def released() -> Config:
     )
 
 
-PRESETS = {
-    "debug": debug,
-    "llada-8b-lora": llada_8b_lora,
-    "paper": paper,
-    "released": released,
-}
+PRESETS = {"debug": debug, "llada-8b-lora": llada_8b_lora, "paper": paper, "released": released}

@@ -16,11 +16,7 @@ TEST_SEED = 1  # of the test problems: another seed than the training data's, an
 
 
 def solve(
-    trained: Trained,
-    problems: list[dict],
-    config: c.Config,
-    name: str,
-    context: str | None = None,
+    trained: Trained, problems: list[dict], config: c.Config, name: str, context: str | None = None
 ) -> tuple[list[bool], list[Generation]]:
     """Decode the problems, one token a step; returns (which are right, the generations).
 
