@@ -96,12 +96,9 @@ class VerifiedContext(DecodeContext):
             return self.context_pass(canvas, everyone, lengths, block)
         # What was drafted is new, and `kv_window` - 1 positions before it are computed anew.
         shift, window = self.model.family.logit_shift, self.config.method.kv_window
-        starts = [max(start - shift - window + 1, 0) for start in before]
-        span = span_of(starts, lengths, block.start.device)
-        self.count(everyone)
-        show(self.cache, lengths)
-        ids = canvas.ids[span.flat(canvas.cu_seqlens)]
-        return self.model.active_hidden_states(ids, span, self.cache, span.places_of(block) - shift)
+        starts = [max(start - window + 1, shift) for start in before]
+        span = span_of(starts, [length + shift for length in lengths], block.start.device)
+        return self.span_pass(canvas, everyone, span, self.cache, lengths, span.places_of(block))
 
     def causal_states(self, canvas: Canvas, active: Active, token: Tensor) -> Tensor:
         """The verifier's hidden states that predict the N drafted tokens [N]."""
@@ -173,7 +170,18 @@ class AdaptiveParallel(Rule):
                 "take one with the model's vocabulary"
             )
         for row in rows:
-            check_verified_row(row, verifier)
+            name = f"prompt {row.index}"
+            if not row.prompt:
+                raise ValueError(f"{name} is empty, but a verifier predicts from the token before")
+            if max(*row.prompt, *row.response) >= known:
+                raise ValueError(
+                    f"{name} or its canvas has a token id that the verifier does not know"
+                )
+            if row.length > verifier.max_positions:
+                raise ValueError(
+                    f"{name} needs {row.length} positions with its canvas, more than the "
+                    f"verifier's {verifier.max_positions}"
+                )
 
     def plan(
         self, prompt_length: int, origin: str, given: Sequence[int] = (), request: int = 0
@@ -206,16 +214,3 @@ class AdaptiveParallel(Rule):
         agrees = active.rectangle((best.token == draft.token).long(), 1)  # as given tokens do
         first = active.masked & (active.masked.cumsum(1) == 1)
         return best, Change(active.masked & (agrees.cumprod(1).bool() | first))
-
-
-def check_verified_row(row: Row, verifier: Verifier) -> None:
-    name, known = f"prompt {row.index}", verifier.vocab_size
-    if not row.prompt:
-        raise ValueError(f"{name} is empty, but a verifier predicts from the token before")
-    if max(*row.prompt, *row.response) >= known:
-        raise ValueError(f"{name} or its canvas has a token id that the verifier does not know")
-    if row.length > verifier.max_positions:
-        raise ValueError(
-            f"{name} needs {row.length} positions with its canvas, more than the verifier's "
-            f"{verifier.max_positions}"
-        )

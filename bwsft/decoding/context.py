@@ -241,12 +241,9 @@ def with_blind_rows(
     """The rows, and after them the same rows with their prompts masked; the wanted rows of both.
     Given tokens of the response stay."""
     prompts = upload([len(row.prompt) for row in canvas.rows], view.ids.device)
-    owner = torch.repeat_interleave(
-        torch.arange(len(canvas.rows), device=view.ids.device),
-        view.cu_seqlens.diff().long(),
-        output_size=len(view.ids),
-    )
-    blind = view.ids.masked_fill(view.position_ids < prompts[owner], mask_id)
+    lengths = view.cu_seqlens.diff().long()
+    prompt = torch.repeat_interleave(prompts, lengths, output_size=len(view.ids))
+    blind = view.ids.masked_fill(view.position_ids < prompt, mask_id)
     both = Packed(
         torch.cat([view.ids, blind]),
         view.position_ids.repeat(2),

@@ -161,10 +161,10 @@ def decoder_loss(model, context, noisy, start, rows, target, weight):
         block = range(int(start[s]), int(start[s]) + 4)
         response = [MASK if p in block else ids[p] for p in range(prompt, len(ids))]
         decoded.append(Row(s, s, ids[:prompt], response, []))
-    canvas = Canvas.begin(decoded, model.family, model.head()[0], dynamic=True)
+    canvas = Canvas.begin(decoded, model.family, model.head()[0])
     cache = DecodeContext.begin(model, config, canvas)
     turns = [PlannedStep(int(n), int(n) + 4, 4, 0, 0) for n in start]
-    span = canvas.active(turns, 0)[0]
+    span = canvas.active(turns)
     cache.hidden(canvas, turns, span)
     canvas.ids.copy_(noisy.ids)
     turns = [dataclasses.replace(turn, number=1) for turn in turns]
