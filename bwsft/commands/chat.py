@@ -131,10 +131,8 @@ class Conversation:
     def decode(self, prompt: list[int], on_commit: OnCommit | None = None) -> Generation:
         """The answer to a prompt."""
         model, config = self.decoder.trained.backbone, self.decoder.config
-        options = {
-            "requests": [self.asked], "on_commit": on_commit, "verifier": self.decoder.verifier,
-        }  # fmt: skip
-        return generate(model, [prompt], config, **options)[0]
+        options = {"on_commit": on_commit, "verifier": self.decoder.verifier}
+        return generate(model, [prompt], config, requests=[self.asked], **options)[0]
 
     def keep(self, question: str, answer: str, dropped: int) -> None:
         """Remember a turn, where the template has turns, and forget the oldest `dropped`."""

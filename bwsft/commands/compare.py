@@ -6,16 +6,16 @@ what each costs (forward passes, FLOPs, seconds) and how many answers are right.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from bwsft.decoding.config import RULES, ContextMode
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
@@ -51,26 +51,17 @@ class ModeResult:
 
     mode: str
     accuracy: float
-    truncated: float
-    """Share of answers without an end token."""
+    truncated: float  # share of answers without an end token
     mean_tokens: float
-    steps: float
-    """Denoising steps per answer."""
-    passes: float
-    """Forward passes per answer."""
-    flops: float | None
-    """Matmul and attention FLOPs per answer; None on CUDA, whose kernels are not counted."""
-    seconds: float
-    """Wall-clock seconds for all answers, with the counting."""
-    token_agreement: float
-    """Share of equal tokens, position by position, over the longer of both answers."""
-    identical: float
-    """Share of equal answers."""
+    steps: float  # denoising steps per answer
+    passes: float  # forward passes per answer
+    flops: float | None  # matmul and attention FLOPs per answer; None on CUDA: no kernel counts
+    seconds: float  # of wall-clock time for all answers, with the counting
+    token_agreement: float  # share of equal tokens by position, over the longer of both answers
+    identical: float  # share of equal answers
+    # Median denoising step, from 0, in which the two first committed something else; None if never.
     first_divergence: float | None
-    """Median denoising step, from 0, in which the two first committed something else; None if
-    they never do."""
-    diverged: float
-    """Share of answers whose commitments differ anywhere before the earlier end."""
+    diverged: float  # share of answers whose commitments differ anywhere before the earlier end
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -80,19 +71,18 @@ def run_compare(options: CompareOptions) -> int:
     questions = [question for question, _ in references.values()][: options.limit]
     if options.json and options.json.exists():
         raise ValueError(f"{options.json} exists: name another file")
-    decoder = Decoder.load(options.model, dataclasses.replace(options, context=modes[0]))
+    decoder = Decoder.load(options.model, replace(options, context=modes[0]))
     prompts = decoder.encode(questions)
     first, rows = None, []
     for mode in modes:
-        config = dataclasses.replace(decoder.config, context=mode)
-        one = dataclasses.replace(decoder, config=config)
+        one = replace(decoder, config=replace(decoder.config, context=mode))
         found, cost = measured(one, prompts)
         first = found if first is None else first
         scored = accuracy(one, questions, found, references, options.task)
         rows.append(ModeResult(mode, **scored, **cost, **agreement(first, found)))
     print_table(rows, len(questions))
     if options.json:
-        content = {"questions": len(questions), "modes": [dataclasses.asdict(r) for r in rows]}
+        content = {"questions": len(questions), "modes": [asdict(r) for r in rows]}
         content["settings"] = json.loads(json.dumps(vars(options), default=str))
         write_atomic(options.json, json.dumps(content, indent=2) + "\n")
     return 0
@@ -147,12 +137,8 @@ def accuracy(
         for question, g in zip(questions, found, strict=True)
     ]
     joined, _ = join(outputs, references)
-    if task == "math":
-        with MathVerifier() as verifier:
-            rows = score(joined, task, verifier)
-    else:
-        rows = score(joined, task)
-    result = summarize(rows, task)
+    with MathVerifier() if task == "math" else nullcontext() as verifier:
+        result = summarize(score(joined, task, verifier), task)
     return {name: result[name] for name in ("accuracy", "truncated", "mean_tokens")}
 
 
@@ -163,8 +149,7 @@ def agreement(first: Sequence[Generation], other: Sequence[Generation]) -> dict:
     for a, b in zip(first, other, strict=True):
         equal += sum(x == y for x, y in zip(a.tokens, b.tokens, strict=False))
         total += max(len(a.tokens), len(b.tokens))
-        step = divergence(a, b)
-        if step is not None:
+        if (step := divergence(a, b)) is not None:
             parted.append(step)
     return {
         "token_agreement": equal / total if total else 1.0,
@@ -206,16 +191,13 @@ def print_table(rows: list[ModeResult], count: int) -> None:
         "denoising steps": number("steps"),
         "forward passes": number("passes"),
         "GFLOP": [f"{row.flops / 1e9:.3g}" if row.flops else "-" for row in rows],
-        "times fewer FLOPs": [
-            f"{first.flops / row.flops:.2f}" if row.flops else "-" for row in rows
-        ],
+        "times fewer FLOPs": [f"{first.flops / r.flops:.2f}" if r.flops else "-" for r in rows],
         "seconds in all": number("seconds"),
         "truncated": share("truncated"),
     }
+    columns = [Column(row.mode, justify="right") for row in rows]
     title = f"{count} questions; steps, passes and FLOPs per answer"
-    table = Table("", title=title, title_justify="left")
-    for row in rows:
-        table.add_column(row.mode, justify="right")
+    table = Table("", *columns, title=title, title_justify="left")
     for name, values in lines.items():
         table.add_row(name, *values)
     Console().print(table)

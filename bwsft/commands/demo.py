@@ -9,20 +9,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands.trace import unmasking
 from bwsft.data import word_problems
-from bwsft.decoding.result import Generation
 from bwsft.evaluation.answers import wilson
 from bwsft.evaluation.exact_match import TEST_SEED, solve
 
@@ -84,27 +81,16 @@ def run_demo(options: DemoOptions) -> int:
     table = Table("model", "solved", "accuracy", "95 % interval")
     for name, solved in (("base", before), ("after Blockwise SFT", after)):
         low, high = wilson(sum(solved) / len(solved), len(solved))
-        table.add_row(
-            name,
-            f"{sum(solved)} of {len(solved)}",
-            f"{sum(solved) / len(solved):.1%}",
-            f"{low:.1%} to {high:.1%}",
-        )
+        rate = f"{sum(solved) / len(solved):.1%}"
+        table.add_row(name, f"{sum(solved)} of {len(solved)}", rate, f"{low:.1%} to {high:.1%}")
     console.print(table)
     console.rule("4/4 how two answers were unmasked (number: denoising step)")
-    for i in (0, 1):
-        console.print(f"[bold]{problems[i]['query']}[/bold]")
-        console.print(unmasked(generations[i], trained.tokenizer.decode, config.block_size))
+    for problem, found in zip(problems[:2], generations, strict=False):
+        pieces = {i: trained.tokenizer.decode([token]) for i, token in enumerate(found.tokens)}
+        steps = {position: step for step, position, _, _ in found.trace}
+        console.print(f"[bold]{problem['query']}[/bold]")
+        console.print(unmasking(steps, pieces, sorted(pieces), config.block_size))
         console.print()
     console.print(f"run folder: {config.out}   plot: {config.out}/loss.png", soft_wrap=True)
     console.print(f"{time.perf_counter() - began:.0f} s in all")
     return 0
-
-
-def unmasked(
-    generation: Generation, decode: Callable[[list[int]], str], block_size: int
-) -> Text:
-    """The answer and the steps in which its tokens came."""
-    pieces = {i: decode([token]) for i, token in enumerate(generation.tokens)}
-    steps = {position: step for step, position, _, _ in generation.trace}
-    return unmasking(steps, pieces, sorted(pieces), block_size)

@@ -21,7 +21,7 @@ import torch
 from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
-from bwsft.decoding.canvas import Active, Canvas, Change, Row, span_of
+from bwsft.decoding.canvas import Active, Canvas, Change, Row, span_of, upload
 from bwsft.decoding.context import DecodeContext, show
 from bwsft.decoding.plan import Plan, PlannedStep
 from bwsft.decoding.rules import Head, Rule, head_of
@@ -79,8 +79,7 @@ class VerifiedContext(DecodeContext):
     def keep(self, kept: list[int]) -> None:
         super().keep(kept)
         if self.read is not None:
-            index = torch.tensor(kept, dtype=torch.long)  # an empty list names no dtype
-            self.read = self.read.keep(index.to(self.read.visible.device))
+            self.read = self.read.keep(upload(kept, self.read.visible.device))
             self.read_to = [self.read_to[i] for i in kept]
         if self.drafted_from:
             self.drafted_from = [self.drafted_from[i] for i in kept]
@@ -183,19 +182,16 @@ class AdaptiveParallel(Rule):
                     f"verifier's {verifier.max_positions}"
                 )
 
-    def plan(
-        self, prompt_length: int, origin: str, given: Sequence[int] = (), request: int = 0
-    ) -> Plan:
+    def plan(self, prompt: int, origin: str, given: Sequence[int] = (), request: int = 0) -> Plan:
         """The window that begins at each open position; `number` counts those before it. There are
         no blocks."""
-        end, taken = prompt_length + self.config.gen_length, set(given)
-        places = [prompt_length + p for p in range(self.config.gen_length) if p not in taken]
-        plan = []
-        for number, start in enumerate(places):
-            stop = min(start + self.lookahead, end)
-            masked = bisect_left(places, stop) - number
-            plan.append(PlannedStep(start, stop, masked, 0, number))
-        return plan
+        end, taken = prompt + self.config.gen_length, set(given)
+        places = [prompt + p for p in range(self.config.gen_length) if p not in taken]
+        windows = [(start, min(start + self.lookahead, end)) for start in places]
+        return [
+            PlannedStep(start, stop, bisect_left(places, stop) - number, 0, number)
+            for number, (start, stop) in enumerate(windows)
+        ]
 
     def following(
         self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool

@@ -116,21 +116,20 @@ class Canvas:
     @classmethod
     def of(cls, rows: list[Row], family: Family, ids: Tensor, *history: Tensor) -> Canvas:
         edges = torch.tensor([0, *(row.length for row in rows)]).cumsum(0)
-        positions = [torch.arange(row.length) for row in rows]
         return cls(
             rows, family, ids, *history,
-            position_ids=torch.cat(positions or [edges[:0]]).to(ids.device),
+            position_ids=torch.cat([torch.arange(row.length) for row in rows]).to(ids.device),
             cu_seqlens=edges.to(ids.device, torch.int32),
             requests=torch.tensor([row.request for row in rows]).to(ids.device),
         )  # fmt: skip
 
     def keep(self, kept: list[int]) -> Canvas:
-        """The canvas with only these rows: a retired row costs nothing any more."""
+        """The canvas with only these rows, at least one: a retired row costs nothing any more."""
         lengths = [row.length for row in self.rows]
 
         def pick(values: Tensor) -> Tensor:
             parts = values.split(lengths)
-            return torch.cat([parts[i] for i in kept]) if kept else values[:0]
+            return torch.cat([parts[i] for i in kept])
 
         columns = map(pick, (self.ids, self.committed_at, self.confidence))
         return self.of([self.rows[i] for i in kept], self.family, *columns)
@@ -154,8 +153,9 @@ class Canvas:
         size = sum(p.asked for p in planned)
         slots = asked.flatten().nonzero_static(size=size).squeeze(1)
         places = flat.flatten()[slots]
+        owner = slots // block.width
+        position = places - self.cu_seqlens[owner]
         noise_step = torch.full_like(places, step if rule.step_noise else 0)
-        position, owner = block.positions().flatten()[slots], slots // block.width
         key, early = (self.requests[owner], noise_step, position), None
         if rule.config.min_length:
             prompt = self.cu_seqlens.diff() - rule.config.gen_length

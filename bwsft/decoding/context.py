@@ -58,12 +58,11 @@ class DecodeContext:
         return cls(model, run, config, cache, [0] * len(rows))
 
     def keep(self, kept: list[int]) -> None:
-        """Retired rows leave the cache, whose buffers are others from then on."""
+        """Rows but these, at least one, leave the cache, whose buffers are others from then on."""
         if self.config.graphs:  # with all that was recorded on the old buffers, and its memory
             self.run = graphed(self.model)
-        index = torch.tensor(kept, dtype=torch.long)
         if self.cache is not None:
-            self.cache = self.cache.keep(index.to(self.cache.visible.device))
+            self.cache = self.cache.keep(upload(kept, self.cache.visible.device))
         self.passes = [self.passes[i] for i in kept]
         if self.blocks:
             self.stored = [self.stored[i] for i in kept]

@@ -105,11 +105,10 @@ def fill(
         done = [p is None or f and config.stop_at_end for p, f in zip(planned, final, strict=True)]
         if any(done):
             yield from harvest(canvas, done, step, context, trace, history)
-            kept = [i for i, d in enumerate(done) if not d]
+            if not (kept := [i for i, d in enumerate(done) if not d]):
+                return
             canvas, planned = canvas.keep(kept), [planned[i] for i in kept]
             context.keep(kept)
-        if not canvas.rows:
-            return
         with decoding(model, weight):
             outcome = denoise(context, canvas, planned, step)
         step += 1

@@ -207,14 +207,12 @@ def chosen_settings(options: DecoderOptions) -> dict:
 
 def context_hint(trained: str | None, chosen: str) -> str | None:
     """What a user should know of a context mode, in a line."""
-    if trained is None:
+    if (trained, chosen) == (None, "exact"):
         return (
             "the model does not say how it was trained: decoding with --context exact; --context "
             "prefix is faster and approximate"
-            if chosen == "exact"
-            else None
         )
-    if chosen == trained or (trained, chosen) == ("exact", "prefix"):
+    if trained in (None, chosen) or (trained, chosen) == ("exact", "prefix"):
         return None
     return f"the model was trained with --context {trained} and decodes with {chosen}"
 

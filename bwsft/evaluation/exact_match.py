@@ -31,10 +31,9 @@ def solve(
         batch_size=50,
         context=context or (trained.state["config"]["context"] if trained.state else "exact"),
     )
-    generations: list = [None] * len(problems)
     stream = decode_stream(trained.backbone, prompts, decode, trace=True)
-    for i, generation in tqdm(stream, total=len(problems), desc=f"decoding, {name}"):
-        generations[i] = generation
+    found = dict(tqdm(stream, total=len(problems), desc=f"decoding, {name}"))
+    generations = [found[i] for i in range(len(problems))]
     solved = []
     for problem, generation in zip(problems, generations, strict=True):
         answer, _ = scoring.extract_gsm8k(trained.tokenizer.decode(generation.tokens))

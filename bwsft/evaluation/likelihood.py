@@ -144,13 +144,9 @@ def canvas(request: Request, family: Family, config: LikelihoodConfig) -> int:
     if config.block_size is None:
         return prompt + response
     layout = CanvasLayout(
-        mask_id=family.mask_id,
-        eos_id=family.eos_id,
-        block_size=config.block_size,
-        gen_length=config.gen_length,
-        block_origin=family.block_origin,
-        fill=False,
-    )
+        mask_id=family.mask_id, eos_id=family.eos_id, block_size=config.block_size,
+        gen_length=config.gen_length, block_origin=family.block_origin, fill=False,
+    )  # fmt: skip
     return layout.lengths(prompt, response)[1]
 
 
@@ -160,10 +156,8 @@ def masks_of(request: Request, family: Family, config: LikelihoodConfig) -> Mask
     size = config.block_size
     grid = BlockGrid(n) if size is None else BlockGrid(size, family.block_origin)
     blocks = [(start - prompt, stop - prompt) for start, stop in grid.blocks(prompt, n)]
-    # Above 2^30 sets nobody sums them all.
-    if max(b - a for a, b in blocks) <= 30:
-        if sum(2 ** (b - a) - 1 for a, b in blocks) <= config.draws:
-            return all_sets(blocks, n)
+    if sum(2 ** (stop - start) - 1 for start, stop in blocks) <= config.draws:
+        return all_sets(blocks, n)
     return sampled_sets(blocks, n, request_id(request), config)
 
 
@@ -193,9 +187,8 @@ def sampled_sets(
     block = torch.searchsorted(stops, point >> 24, right=True)
     start, stop = starts[block], stops[block]
     active = (place >= start[:, None]) & (place < stop[:, None])
-    word = philox_u24(
-        place[None], draw[:, None], number, seed=config.seed, stream=Stream.MARKS
-    ).masked_fill(~active, ONE24)
+    word = philox_u24(place[None], draw[:, None], number, seed=config.seed, stream=Stream.MARKS)
+    word = word.masked_fill(~active, ONE24)
     if config.estimator == "count":
         count = 1 + (point >> 24) - start
         rank = word.argsort(dim=1, stable=True).argsort(dim=1)
@@ -234,23 +227,16 @@ def settle(backbone: Backbone, waiting: list[tuple]) -> None:
     lengths = torch.tensor([len(sequence) for sequence in ids])
     edges = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     owner = torch.repeat_interleave(torch.tensor([len(p) for p in places]))
-    packed = [
-        torch.cat(ids),
-        torch.cat([torch.arange(n) for n in lengths.tolist()]),
-        edges.int(),
-        torch.cat(places) + edges[owner],
-        torch.cat(targets),
-    ]
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in ids])
+    index = torch.cat(places) + edges[owner]
+    packed = torch.cat(ids), positions, edges.int(), index, torch.cat(targets)
     weight, bias = backbone.head()
     ids, positions, edges, index, target = (tensor.to(weight.device) for tensor in packed)
     hidden = backbone.hidden_states(ids, positions, edges, max_length=int(lengths.max()))
+    hidden = hidden.index_select(0, backbone.predicting_rows(index))
+    softcap = backbone.family.softcap
     loss = linear_cross_entropy(
-        hidden.index_select(0, backbone.predicting_rows(index)),
-        weight,
-        target,
-        linear_bias=bias,
-        softcap=backbone.family.softcap,
-        reduction="none",
+        hidden, weight, target, linear_bias=bias, softcap=softcap, reduction="none"
     )
     sums = torch.zeros(len(waiting), dtype=torch.float64)
     sums.index_add_(0, owner, -loss.double().cpu())

@@ -72,22 +72,19 @@ class BwsftLM(TemplateLM):
             options["device"] = "cpu"  # the harness' command line says cuda:0 unless told otherwise
         _known(options, OPTIONS, "model_args")
         self.decoder = Decoder.load(pretrained, DecoderOptions(**options))
-        if self.decoder.config.context != "exact":
+        if (context := self.decoder.config.context) != "exact":
             logger.warning(
                 "answers are decoded under context %s, likelihoods are bounds under context exact",
-                self.decoder.config.context,
+                context,
             )
         self.tokenizer = self.decoder.trained.tokenizer
         self.family = self.decoder.trained.backbone.family
         self.greedy = greedy
+        config = self.decoder.config
         self.likelihood = LikelihoodConfig(
-            draws=draws,
-            estimator=estimator,
-            block_size=self.decoder.config.block_size if blockwise else None,
-            gen_length=self.decoder.config.gen_length,
-            seed=likelihood_seed,
-            batch_size=self.decoder.config.batch_size,
-        )
+            draws=draws, estimator=estimator, block_size=config.block_size if blockwise else None,
+            gen_length=config.gen_length, seed=likelihood_seed, batch_size=config.batch_size,
+        )  # fmt: skip
 
     @property
     def eot_token_id(self) -> int:

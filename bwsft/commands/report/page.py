@@ -173,8 +173,8 @@ def config_table(config: c.Config) -> dict:
 def provenance(config: c.Config, checkpoint: Path | None) -> list[list[str]]:
     """Where the figures come from. Versions are those that wrote the checkpoint."""
     now, then = versions(), {}
-    found = [["model", config.model or ("random" if config.tokenizer else "the embedded base")]]
-    found += [["data", config.data or "generated word problems"]]
+    model = config.model or ("random" if config.tokenizer else "the embedded base")
+    found = [["model", model], ["data", config.data or "generated word problems"]]
     if checkpoint is not None:
         state = read_state(checkpoint)
         found += [["checkpoint", checkpoint.name], ["data fingerprint", state["data"]]]

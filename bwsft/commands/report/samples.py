@@ -77,22 +77,17 @@ def decoded(
     def newest() -> Trained:
         return load_trained(str(checkpoint), device=options.device)
 
-    columns = [answers("base", base, template, start_mode(config, plan.family), prompts, settings)]
-    notes = []
+    models, notes = [("base", base, start_mode(config, plan.family))], []
     if checkpoint is None:
         notes.append("No checkpoint yet: the samples are the base's.")
     else:
-        columns.append(
-            answers(checkpoint.name, newest, template, config.context, prompts, settings)
-        )
-    texts = [
-        (question(tokenizer, data.examples.prompt(i)), plain(tokenizer, data.examples.response(i)))
-        for i in chosen
-    ]
-    samples = [
-        {"question": asked, "reference": truth, "answers": list(row)}
-        for (asked, truth), row in zip(texts, zip(*columns, strict=True), strict=True)
-    ]
+        models.append((checkpoint.name, newest, config.context))
+    columns = [answers(*model, template, prompts, settings) for model in models]
+    samples = []
+    for i, row in zip(chosen, zip(*columns, strict=True), strict=True):
+        asked = question(tokenizer, data.examples.prompt(i))
+        truth = plain(tokenizer, data.examples.response(i))
+        samples.append({"question": asked, "reference": truth, "answers": list(row)})
     return samples, notes
 
 
@@ -108,8 +103,8 @@ def start_mode(config: c.Config, family: Family) -> str:
 def answers(
     name: str,
     load: Callable[[], Trained],
-    template: Template,
     context: str,
+    template: Template,
     prompts: list[list[int]],
     settings: DecodeConfig,
 ) -> list[dict]:
