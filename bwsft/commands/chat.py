@@ -105,12 +105,10 @@ class Conversation:
     """A model, its settings and what was said."""
 
     decoder: Decoder
-    trained: str | None = None
-    """Context mode of the model's training."""
+    trained: str | None = None  # context mode of the model's training
+    # Questions and answers that the next question follows.
     turns: list[tuple[str, str]] = field(default_factory=list)
-    """Questions and answers that the next question follows."""
-    asked: int = 0
-    """Number of the next answer, which its noise depends on."""
+    asked: int = 0  # number of the next answer, which its noise depends on
 
     def prompt(self, question: str) -> tuple[list[int], int]:
         """Prompt ids of a question after the turns that fit, and how many old ones do not.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, median_high
 from typing import Literal, get_args
 
 from rich.console import Console
@@ -121,8 +122,8 @@ def measured(decoder: Decoder, prompts: list[list[int]]) -> tuple[list[Generatio
     seconds = time.perf_counter() - began
     on_cpu = decoder.trained.backbone.head()[0].device.type == "cpu"
     return found, {
-        "steps": mean([g.steps for g in found]),
-        "passes": mean([g.passes for g in found]),
+        "steps": fmean(g.steps for g in found),
+        "passes": fmean(g.passes for g in found),
         "flops": counter.get_total_flops() / len(found) if on_cpu else None,
         "seconds": seconds,
     }
@@ -144,17 +145,14 @@ def accuracy(
 
 def agreement(first: Sequence[Generation], other: Sequence[Generation]) -> dict:
     """How far the answers of two modes agree."""
-    equal = total = 0
-    parted = []
-    for a, b in zip(first, other, strict=True):
-        equal += sum(x == y for x, y in zip(a.tokens, b.tokens, strict=False))
-        total += max(len(a.tokens), len(b.tokens))
-        if (step := divergence(a, b)) is not None:
-            parted.append(step)
+    pairs = list(zip(first, other, strict=True))
+    equal = sum(x == y for a, b in pairs for x, y in zip(a.tokens, b.tokens, strict=False))
+    total = sum(max(len(a.tokens), len(b.tokens)) for a, b in pairs)
+    parted = [step for pair in pairs if (step := divergence(*pair)) is not None]
     return {
         "token_agreement": equal / total if total else 1.0,
-        "identical": mean([a.tokens == b.tokens for a, b in zip(first, other, strict=True)]),
-        "first_divergence": sorted(parted)[len(parted) // 2] if parted else None,
+        "identical": fmean(a.tokens == b.tokens for a, b in pairs),
+        "first_divergence": median_high(parted) if parted else None,
         "diverged": len(parted) / len(first),
     }
 
@@ -165,10 +163,6 @@ def divergence(a: Generation, b: Generation) -> int | None:
     last = min(a.steps, b.steps)
     left, right = ({c[:3] for c in g.trace if c.step < last} for g in (a, b))
     return min((step for step, *_ in left ^ right), default=None)
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def print_table(rows: list[ModeResult], count: int) -> None:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands.trace import unmasking
 from bwsft.data import word_problems
+from bwsft.decoding.result import Generation
 from bwsft.evaluation.answers import wilson
 from bwsft.evaluation.exact_match import TEST_SEED, solve
 
@@ -43,16 +46,10 @@ def demo_config(options: DemoOptions) -> c.Config:
     pass: the mode that learns most in two minutes."""
     return dataclasses.replace(
         presets.debug(),
-        out=options.out or free_folder("runs/demo"),
-        steps=options.steps,
-        seed=options.seed,
-        batch_size=32,
-        micro_batch_size=32,
-        save_every=options.steps,
-        context="block_causal",
-        optim=c.OptimConfig(lr=2e-3),
-        eval=c.EvalConfig(every=max(options.steps // 4, 1)),
-    )
+        out=options.out or free_folder("runs/demo"), steps=options.steps, seed=options.seed,
+        batch_size=32, micro_batch_size=32, save_every=options.steps, context="block_causal",
+        optim=c.OptimConfig(lr=2e-3), eval=c.EvalConfig(every=max(options.steps // 4, 1)),
+    )  # fmt: skip
 
 
 def free_folder(name: str) -> str:
@@ -86,11 +83,16 @@ def run_demo(options: DemoOptions) -> int:
     console.print(table)
     console.rule("4/4 how two answers were unmasked (number: denoising step)")
     for problem, found in zip(problems[:2], generations, strict=False):
-        pieces = {i: trained.tokenizer.decode([token]) for i, token in enumerate(found.tokens)}
-        steps = {position: step for step, position, _, _ in found.trace}
         console.print(f"[bold]{problem['query']}[/bold]")
-        console.print(unmasking(steps, pieces, sorted(pieces), config.block_size))
+        console.print(unmasked(found, trained.tokenizer.decode, config.block_size))
         console.print()
     console.print(f"run folder: {config.out}   plot: {config.out}/loss.png", soft_wrap=True)
     console.print(f"{time.perf_counter() - began:.0f} s in all")
     return 0
+
+
+def unmasked(generation: Generation, decode: Callable[[list[int]], str], block_size: int) -> Text:
+    """The answer and the steps in which its tokens came."""
+    pieces = {i: decode([token]) for i, token in enumerate(generation.tokens)}
+    steps = {position: step for step, position, _, _ in generation.trace}
+    return unmasking(steps, pieces, sorted(pieces), block_size)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bwsft.decoding.canvas import Active, Canvas, Change, Row, span_of, upload
 from bwsft.decoding.context import DecodeContext, show
-from bwsft.decoding.plan import Plan, PlannedStep
+from bwsft.decoding.plan import Plan, Planned, PlannedStep
 from bwsft.decoding.rules import Head, Rule, head_of
 from bwsft.models.backbone import Backbone
 from bwsft.models.kv_cache import ContextCache, Span
@@ -84,7 +84,7 @@ class VerifiedContext(DecodeContext):
         if self.drafted_from:
             self.drafted_from = [self.drafted_from[i] for i in kept]
 
-    def hidden(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+    def hidden(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         """The hidden states that predict the tokens of the windows, [S * W, D]."""
         if self.cache is None:
             return self.exact(canvas, planned, block)

@@ -14,7 +14,7 @@ import torch
 from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
-from bwsft.decoding.plan import PlannedStep
+from bwsft.decoding.plan import Plan, Planned
 from bwsft.models.backbone import Family
 from bwsft.models.kv_cache import Span
 
@@ -42,7 +42,7 @@ class Row:
     request: int
     prompt: list[int]
     response: list[int]  # given tokens, [MASK] elsewhere
-    plan: list[PlannedStep]
+    plan: Plan
 
     @property
     def length(self) -> int:
@@ -62,7 +62,7 @@ class Packed(NamedTuple):
 class Active:
     """The active blocks of a step. A short block repeats its last position."""
 
-    planned: list[PlannedStep]
+    planned: Planned
     block: Span
     flat: Tensor  # [S, B] places in the packed canvas
     masked: Tensor  # [S, B] bool, without repeats
@@ -134,11 +134,11 @@ class Canvas:
         columns = map(pick, (self.ids, self.committed_at, self.confidence))
         return self.of([self.rows[i] for i in kept], self.family, *columns)
 
-    def active(self, planned: list[PlannedStep]) -> Span:
+    def active(self, planned: Planned) -> Span:
         """The active blocks."""
         return span_of([p.start for p in planned], [p.stop for p in planned], self.ids.device)
 
-    def look(self, planned: list[PlannedStep], step: int, rule: Rule) -> Active:
+    def look(self, planned: Planned, step: int, rule: Rule) -> Active:
         """The active blocks before a step. Reads nothing back from the device: the host knows how
         many slots are asked for."""
         block = self.active(planned)

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bwsft.decoding.canvas import Canvas, Packed, span_of, upload
 from bwsft.decoding.cuda_graphs import GraphedPasses, graphed
-from bwsft.decoding.plan import PlannedStep
+from bwsft.decoding.plan import Planned
 from bwsft.models.backbone import Backbone
 from bwsft.models.block_masks import PAD, block_causal_mask, grid_numbers
 from bwsft.models.kv_cache import ContextCache, Span
@@ -68,7 +68,7 @@ class DecodeContext:
             self.stored = [self.stored[i] for i in kept]
             self.blocks = [self.blocks[i] for i in kept]
 
-    def hidden(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+    def hidden(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         """The hidden states that predict the tokens of the active blocks, [S * W, D]."""
         if self.config.context == "exact":
             return self.exact(canvas, planned, block)
@@ -87,7 +87,7 @@ class DecodeContext:
             parts.append((rest, self.rest_pass(canvas, rest, starts, lengths, block)))
         return joined(parts, len(planned), block.width)
 
-    def lengths(self, canvas: Canvas, planned: list[PlannedStep]) -> list[int]:
+    def lengths(self, canvas: Canvas, planned: Planned) -> list[int]:
         """Positions of every row that are present."""
         window = self.config.suffix_window
         return [
@@ -95,7 +95,7 @@ class DecodeContext:
             for step, row in zip(planned, canvas.rows, strict=True)
         ]
 
-    def exact(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+    def exact(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         everyone, scale = list(range(len(planned))), self.config.cfg_scale
         self.count(everyone, 2 if scale else 1)
         view = canvas.view(everyone, self.lengths(canvas, planned))
@@ -120,7 +120,7 @@ class DecodeContext:
         wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
         return self.model.fill(view, cache, wanted)
 
-    def block_pass(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+    def block_pass(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         """block_causal: the active blocks see what is stored and themselves, of the first one also
         the prompt's tail."""
         everyone, stops, span = list(range(len(planned))), [step.stop for step in planned], block
@@ -202,7 +202,7 @@ class DecodeContext:
             last = view.cu_seqlens[1:, None].long() - 1  # what comes out is not used
             self.model.fill(view, self.cache_of(rows), last)
 
-    def store_finished(self, canvas: Canvas, planned: list[PlannedStep]) -> None:
+    def store_finished(self, canvas: Canvas, planned: Planned) -> None:
         """block_causal: store the blocks before the active ones, with their final tokens."""
         while True:
             stops = [blocks[n] for blocks, n in zip(self.blocks, self.stored, strict=True)]

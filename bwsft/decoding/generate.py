@@ -21,7 +21,7 @@ from torch import Tensor
 from bwsft.decoding.canvas import Canvas, Row
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
-from bwsft.decoding.plan import PlannedStep
+from bwsft.decoding.plan import Planned, PlannedStep
 from bwsft.decoding.request import Given, make_rows
 from bwsft.decoding.result import Generation, History, OnCommit, Outcome, harvest, report
 from bwsft.models.backbone import Backbone
@@ -129,7 +129,7 @@ def fill(
 
 
 def following(
-    canvas: Canvas, planned: list[PlannedStep], step: int, config: DecodeConfig, seen: Seen
+    canvas: Canvas, planned: Planned, step: int, config: DecodeConfig, seen: Seen
 ) -> list[PlannedStep | None]:
     """Step number `step` of every row, after the planned ones, given what was seen of these."""
     news = zip(canvas.rows, planned, seen.filled, seen.replaced, strict=True)
@@ -141,9 +141,7 @@ def ended(planned: PlannedStep, following: PlannedStep | None) -> bool:
     return following is None or following.start != planned.start
 
 
-def poll_is_due(
-    canvas: Canvas, planned: list[PlannedStep], step: int, config: DecodeConfig
-) -> bool:
+def poll_is_due(canvas: Canvas, planned: Planned, step: int, config: DecodeConfig) -> bool:
     """The host must look at what the step before `step` did."""
     if config.method.dynamic:
         return True
@@ -170,9 +168,7 @@ def decoding(model: Backbone, weight: Tensor) -> Iterator[None]:
             model.train()
 
 
-def denoise(
-    context: DecodeContext, canvas: Canvas, planned: list[PlannedStep], step: int
-) -> Outcome:
+def denoise(context: DecodeContext, canvas: Canvas, planned: Planned, step: int) -> Outcome:
     """One step: forward, a token for every slot that is asked for, commit what the rule takes.
     Writes the canvas.
 

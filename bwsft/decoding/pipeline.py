@@ -125,14 +125,10 @@ class Decoder:
 
     def trace_record(self, generation: Generation) -> dict:
         """A generation's history as JSON: `commits` are [step, position, token, confidence]."""
-        pieces = {commit.token: self.trained.tokenizer.decode([commit.token])
-                  for commit in generation.trace}  # fmt: skip
-        return {
-            "gen_length": self.config.gen_length,
-            "block_size": self.config.block_size,
-            "tokens": pieces,
-            "commits": [list(commit) for commit in generation.trace],
-        }
+        tokens = dict.fromkeys(commit.token for commit in generation.trace)
+        pieces = {token: self.trained.tokenizer.decode([token]) for token in tokens}
+        shape = {"gen_length": self.config.gen_length, "block_size": self.config.block_size}
+        return {**shape, "tokens": pieces, "commits": [list(commit) for commit in generation.trace]}
 
     def digest(self) -> str:
         """12 hex digits that change with whatever decides an answer."""

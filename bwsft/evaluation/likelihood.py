@@ -50,18 +50,13 @@ Request = tuple[Sequence[int], Sequence[int]]
 class LikelihoodConfig:
     """How likelihoods are estimated. ValueError, naming the field, for values that can't be."""
 
-    draws: int = 128
-    """Sampled masks per request, K."""
+    draws: int = 128  # sampled masks per request, K
+    # Masks of an exact, evenly spread count; or Bernoulli marks at an evenly spread rate.
     estimator: Literal["count", "rate"] = "count"
-    """Masks of an exact, evenly spread count; or Bernoulli marks at an evenly spread rate."""
-    block_size: int | None = None
-    """Tokens in a block; None: the whole response in any order, with nothing after it."""
-    gen_length: int = 128
-    """With block_size: the canvas is [MASK] to prompt + so many positions."""
-    seed: int = 0
-    """Seed of the masks, which depend on it and on the request's tokens alone."""
-    batch_size: int = 32
-    """Sequences per forward; no result depends on it."""
+    block_size: int | None = None  # None: the whole response in any order, with nothing after it
+    gen_length: int = 128  # with block_size: the canvas is [MASK] to prompt + so many positions
+    seed: int = 0  # of the masks, which depend on it and on the request's tokens alone
+    batch_size: int = 32  # sequences per forward; no result depends on it
 
     def __post_init__(self) -> None:
         for name in ("draws", "batch_size"):
@@ -99,21 +94,19 @@ def log_likelihoods(
     config = config or LikelihoodConfig()
     for number, request in enumerate(requests):
         check(number, request, backbone.family, config)
-    found, waiting = [], []
-    with decoding(backbone, backbone.head()[0]), tqdm(
-        total=len(requests), desc="likelihoods", unit=" requests", disable=len(requests) < 2
-    ) as bar:
-        for request in requests:
+    found = []
+
+    def all_sequences() -> Iterator[tuple]:
+        for request in tqdm(requests, "likelihoods", unit=" requests", disable=len(requests) < 2):
             masks = masks_of(request, backbone.family, config)
             found.append((masks, scores := np.zeros(len(masks.weight))))
-            sets = sequences(request, masks, backbone.family, config)
-            waiting += ((scores, i, sequence) for i, sequence in sets)
-            while len(waiting) >= config.batch_size:
-                settle(backbone, waiting[: config.batch_size])
-                del waiting[: config.batch_size]
-            bar.update()
-        if waiting:
-            settle(backbone, waiting)
+            for i, sequence in sequences(request, masks, backbone.family, config):
+                yield scores, i, sequence
+
+    waiting = all_sequences()
+    with decoding(backbone, backbone.head()[0]):
+        while batch := list(itertools.islice(waiting, config.batch_size)):
+            settle(backbone, batch)
     return [estimate(*pair) for pair in found]
 
 

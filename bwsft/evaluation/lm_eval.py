@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from bwsft.data.chat_template import Template
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
@@ -108,10 +107,9 @@ class BwsftLM(TemplateLM):
         )
 
     def _prompt(self, context: str) -> list[int]:
-        template: Template = self.decoder.template
-        if template.name == "none":
+        if self.decoder.template.name == "none":
             return self.tok_encode(context)
-        return template.encode_prompts([context])[0]
+        return self.decoder.template.encode_prompts([context])[0]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if self.decoder.template.name == "none":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,13 +75,11 @@ def decoded(
         backbone.family = dataclasses.replace(backbone.family, end_ids=ends)
         return Trained(backbone, tokenizer, None, plan.base)
 
-    def newest() -> Trained:
-        return load_trained(str(checkpoint), device=options.device)
-
     models, notes = [("base", base, start_mode(config, plan.family))], []
     if checkpoint is None:
         notes.append("No checkpoint yet: the samples are the base's.")
     else:
+        newest = functools.partial(load_trained, str(checkpoint), device=options.device)
         models.append((checkpoint.name, newest, config.context))
     columns = [answers(*model, template, prompts, settings) for model in models]
     samples = []
@@ -120,16 +119,12 @@ def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generatio
     record = decoder.trace_record(generation)
     record["commits"] = [[*commit[:3], round(commit[3], 4)] for commit in record["commits"]]
     grid = BlockGrid(config.block_size, family.block_origin)
+    offset = len(prompt) - grid.start(len(prompt))  # of the response in its first block
+    text, end_ids = decoder.text(generation.tokens), list(family.end_ids)
     return {
-        **record,
-        "name": name,
-        "context": config.context,
-        "text": decoder.text(generation.tokens),
-        "ended": generation.ended,
-        "steps": generation.steps,
-        "offset": len(prompt) - grid.start(len(prompt)),  # of the response in its first block
-        "end_ids": list(family.end_ids),
-    }
+        **record, "name": name, "context": config.context, "text": text, "ended": generation.ended,
+        "steps": generation.steps, "offset": offset, "end_ids": end_ids,
+    }  # fmt: skip
 
 
 def plain(tokenizer: Any, ids: Tensor) -> str:
