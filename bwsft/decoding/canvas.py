@@ -134,14 +134,10 @@ class Canvas:
         columns = map(pick, (self.ids, self.committed_at, self.confidence))
         return self.of([self.rows[i] for i in kept], self.family, *columns)
 
-    def active(self, planned: Planned) -> Span:
-        """The active blocks."""
-        return span_of([p.start for p in planned], [p.stop for p in planned], self.ids.device)
-
     def look(self, planned: Planned, step: int, rule: Rule) -> Active:
         """The active blocks before a step. Reads nothing back from the device: the host knows how
         many slots are asked for."""
-        block = self.active(planned)
+        block = span_of([p.start for p in planned], [p.stop for p in planned], self.ids.device)
         flat = block.flat(self.cu_seqlens)
         masked = self.ids[flat] == self.family.mask_id
         if not block.even:

@@ -89,11 +89,8 @@ class DecodeContext:
 
     def lengths(self, canvas: Canvas, planned: Planned) -> list[int]:
         """Positions of every row that are present."""
-        window = self.config.suffix_window
-        return [
-            min(step.stop + window, row.length)
-            for step, row in zip(planned, canvas.rows, strict=True)
-        ]
+        window, pairs = self.config.suffix_window, zip(planned, canvas.rows, strict=True)
+        return [min(step.stop + window, row.length) for step, row in pairs]
 
     def exact(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         everyone, scale = list(range(len(planned))), self.config.cfg_scale
@@ -185,10 +182,8 @@ class DecodeContext:
         bounds = [grid.blocks(n, self.config.gen_length) for n in self.stored]
         if family.attention == "block_causal":
             self.stored = [BlockGrid(size, "absolute").start(n) for n in self.stored]
-        self.blocks = [
-            {start: first[0][1], **dict(first[1:])}
-            for start, first in zip(self.stored, bounds, strict=True)
-        ]
+        pairs = zip(self.stored, bounds, strict=True)
+        self.blocks = [{start: first[0][1], **dict(first[1:])} for start, first in pairs]
         if not (rows := [i for i, n in enumerate(self.stored) if n]):
             return
         self.count(rows)

@@ -71,6 +71,7 @@ class Decoder:
     template: Template
     config: DecodeConfig
     verifier: Verifier | None = None
+    trained_in: str | None = None  # context mode of the model's training, where it says so
 
     @classmethod
     def load(cls, model: str | None, options: DecoderOptions) -> Decoder:
@@ -89,12 +90,13 @@ class Decoder:
         made_for, size = training.get("block_size"), settings["block_size"]
         if trained.backbone.family.attention == "block_causal" and made_for not in (None, size):
             print(f"the model was made for blocks of {made_for}, not {size}", file=sys.stderr)
-        if hint := context_hint(training.get("context"), settings["context"]):
+        trained_in = training.get("context")
+        if hint := context_hint(trained_in, settings["context"]):
             print(hint, file=sys.stderr)
         config = DecodeConfig(**settings)
         verifier = options.verifier and load_verifier_for(trained, options.verifier)
         name = options.template or training.get("dataset", {}).get("template", "metamath")
-        return cls(trained, Template(trained.tokenizer, name), config, verifier)
+        return cls(trained, Template(trained.tokenizer, name), config, verifier, trained_in)
 
     def encode(self, questions: list[str]) -> list[list[int]]:
         """Token ids of the prompts; ValueError for one that the model cannot take."""

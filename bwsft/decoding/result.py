@@ -104,8 +104,10 @@ def harvest(
         own = steps
         if config.stop_at_end and end is not None and not config.method.revising:
             own = 1 + max(at[: end + 1])  # it may have been final before the last poll
-        commits = [] if history is None else history.pop(row.index, [])
-        if trace and history is None:
+        commits = []
+        if history is not None:
+            commits = history.pop(row.index, [])
+        elif trace:
             places = zip(at, range(config.gen_length), ids, confidence, strict=True)
             commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)
         yield row.index, Generation(ids[:end], end is not None, own, commits, passes)

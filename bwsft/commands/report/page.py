@@ -61,12 +61,11 @@ def run_report(options: ReportOptions) -> int:
 
 def page(data: dict) -> str:
     """The HTML text with `data` in it, read back by JSON.parse."""
-    # "<" would let a sample's text end the script element that holds it.
-    embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     parts = {
         "title": html.escape(f"bwsft report: {data['name']}"),
         "style": (PAGE / "report.css").read_text(encoding="utf-8"),
-        "data": embedded,
+        # "<" would let a sample's text end the script element that holds it.
+        "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         "script": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
     template = (PAGE / "template.html").read_text(encoding="utf-8")
