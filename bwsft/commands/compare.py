@@ -56,7 +56,7 @@ class ModeResult:
     mean_tokens: float
     steps: float  # denoising steps per answer
     passes: float  # forward passes per answer
-    flops: float | None  # matmul and attention FLOPs per answer; None on CUDA: no kernel counts
+    flops: float | None  # of matmuls and attention per answer; None on CUDA (kernels not counted)
     seconds: float  # of wall-clock time for all answers, with the counting
     token_agreement: float  # share of equal tokens by position, over the longer of both answers
     identical: float  # share of equal answers

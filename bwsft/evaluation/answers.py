@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from bisect import bisect_left
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -98,8 +99,9 @@ def single_number(fragment: str) -> Fraction | None:
 def format_number(value: Fraction) -> str:
     """Shortest exact text: "18", "-2.5", and "2/3" where no finite decimal exists."""
     bottom = value.denominator  # of a finite decimal it divides a power of 10
-    digits = next((n for n in range(bottom.bit_length()) if pow(10, n, bottom) == 0), None)
-    if digits is None:
+    places = range(bottom.bit_length())
+    digits = bisect_left(places, True, key=lambda n: pow(10, n, bottom) == 0)
+    if digits == len(places):
         return f"{value.numerator}/{bottom}"
     if digits == 0:
         return str(value.numerator)
