@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -121,12 +122,10 @@ def _stored_config(argv: list[str]) -> Config | None:
     from bwsft.config import from_json
     from bwsft.utils.strict_json import read_text
 
-    for i, word in enumerate(argv):
-        if word == "--resume" and i + 1 < len(argv):
-            path = Path(argv[i + 1]) / "config.json"
-        elif word.startswith("--resume="):
-            path = Path(word.partition("=")[2]) / "config.json"
-        else:
-            continue
-        return from_json(read_text(path), str(path)) if path.exists() else None
+    for word, following in itertools.zip_longest(argv, argv[1:]):
+        flag, equals, value = word.partition("=")
+        folder = value if equals else following
+        if flag == "--resume" and folder is not None:
+            path = Path(folder) / "config.json"
+            return from_json(read_text(path), str(path)) if path.exists() else None
     return None

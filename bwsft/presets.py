@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from bwsft.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    LoraConfig,
-    OptimConfig,
-)
+from bwsft.config import Config, DataConfig, EvalConfig, LoraConfig, OptimConfig
 from bwsft.objectives.config import ObjectiveConfig
 
 
 def debug() -> Config:
     """A minute on a laptop CPU, no network: tiny model, generated problems, full fine-tuning."""
     return Config(
-        preset="debug",
-        steps=100,
-        block_size=8,
-        gen_length=40,
-        max_length=72,
-        batch_size=8,
-        micro_batch_size=8,
-        save_every=50,
-        dataset=DataConfig(template="chat", holdout=16),
-        lora=LoraConfig(rank=0),
-        optim=OptimConfig(lr=1e-3),
-        eval=EvalConfig(every=25),
-    )
+        preset="debug", steps=100, block_size=8, gen_length=40, max_length=72,
+        batch_size=8, micro_batch_size=8, save_every=50,
+        dataset=DataConfig(template="chat", holdout=16), lora=LoraConfig(rank=0),
+        optim=OptimConfig(lr=1e-3), eval=EvalConfig(every=25),
+    )  # fmt: skip
 
 
 def llada_8b_lora() -> Config:
@@ -61,9 +47,4 @@ def released() -> Config:
     )
 
 
-PRESETS = {
-    "debug": debug,
-    "llada-8b-lora": llada_8b_lora,
-    "paper": paper,
-    "released": released,
-}
+PRESETS = {"debug": debug, "llada-8b-lora": llada_8b_lora, "paper": paper, "released": released}

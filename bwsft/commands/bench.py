@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +63,8 @@ def run_one(name: str, out: Path | None) -> Outcome:
         command += ["--json", str(out.resolve() / f"{name}.json")]
     began = time.monotonic()
     # Its progress would fight with ours for the terminal; the end of it is shown if it fails.
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        errors.seek(0)
-        lines = errors.read().strip().splitlines()
-    seconds = time.monotonic() - began
+    done = subprocess.run(command, capture_output=True, encoding="utf-8")
+    seconds, lines = time.monotonic() - began, done.stderr.strip().splitlines()
     if done.returncode:
         return Outcome(name, seconds, None, lines[-1] if lines else f"exit {done.returncode}")
     return Outcome(name, seconds, json.loads(done.stdout.splitlines()[-1]))
@@ -85,14 +81,14 @@ def table(outcomes: list[Outcome]) -> str:
             lines.append(f"{outcome.name:10}failed after {outcome.seconds:.0f} s: {outcome.error}")
             continue
         variants = outcome.summary["variants"]
-        naive = variants.get("naive", {})
+        naive = variants.get("naive", {}).get("peak_bytes")
         for name, v in variants.items():
+            peak = v.get("peak_bytes")
             cells = (
                 cell(v.get("median_s"), 1e3),
                 cell(outcome.summary["speedup"].get(name)),
-                cell(v.get("peak_bytes"), 2**-20),
-                cell(v["peak_bytes"] / naive["peak_bytes"], 100, " %")
-                if v.get("peak_bytes") and naive.get("peak_bytes") else "",
+                cell(peak, 2**-20),
+                cell(peak / naive if peak and naive else None, 100, " %"),
             )
             lines.append(f"{outcome.name:10}{name:20}" + "".join(f"{c:>16}" for c in cells))
     return "\n".join(lines)

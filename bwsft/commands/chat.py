@@ -20,7 +20,7 @@ from rich.text import Text
 
 from bwsft.data.records import Record
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import Decoder, DecoderOptions, context_hint, training_config
+from bwsft.decoding.pipeline import Decoder, DecoderOptions, context_hint
 from bwsft.decoding.request import check_modes, check_request
 from bwsft.decoding.result import Commit, Generation, OnCommit
 
@@ -51,12 +51,11 @@ class ChatOptions(DecoderOptions):
 def run_chat(options: ChatOptions) -> int:
     """Run `bwsft chat` and return the exit status; ValueError or OSError for a bad model."""
     decoder = Decoder.load(options.model, options)
-    trained = training_config(options.model, decoder.trained).get("context")
     shell = Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Plain()
     shell.note(f"{options.model or 'the embedded tiny LLaDA'}; /help lists the commands")
     if decoder.template.name != "chat":
         shell.note(f"template {decoder.template.name} has no turns: each question stands alone")
-    return talk(Conversation(decoder, trained), shell)
+    return talk(Conversation(decoder), shell)
 
 
 def talk(conversation: Conversation, shell: Plain | Terminal) -> int:
@@ -105,12 +104,9 @@ class Conversation:
     """A model, its settings and what was said."""
 
     decoder: Decoder
-    trained: str | None = None
-    """Context mode of the model's training."""
+    # Questions and answers that the next question follows.
     turns: list[tuple[str, str]] = field(default_factory=list)
-    """Questions and answers that the next question follows."""
-    asked: int = 0
-    """Number of the next answer, which its noise depends on."""
+    asked: int = 0  # number of the next answer, which its noise depends on
 
     def prompt(self, question: str) -> tuple[list[int], int]:
         """Prompt ids of a question after the turns that fit, and how many old ones do not.
@@ -131,10 +127,8 @@ class Conversation:
     def decode(self, prompt: list[int], on_commit: OnCommit | None = None) -> Generation:
         """The answer to a prompt."""
         model, config = self.decoder.trained.backbone, self.decoder.config
-        options = {
-            "requests": [self.asked], "on_commit": on_commit, "verifier": self.decoder.verifier,
-        }  # fmt: skip
-        return generate(model, [prompt], config, **options)[0]
+        options = {"on_commit": on_commit, "verifier": self.decoder.verifier}
+        return generate(model, [prompt], config, requests=[self.asked], **options)[0]
 
     def keep(self, question: str, answer: str, dropped: int) -> None:
         """Remember a turn, where the template has turns, and forget the oldest `dropped`."""
@@ -168,7 +162,7 @@ class Conversation:
         config = dataclasses.replace(self.decoder.config, **{SETTINGS[name]: value})
         check_modes(self.decoder.trained.backbone.family, config)
         self.decoder = dataclasses.replace(self.decoder, config=config)
-        hint = context_hint(self.trained, config.context) if name == "context" else None
+        hint = context_hint(self.decoder.trained_in, config.context) if name == "context" else None
         return self.shown(name) + (f"; {hint}" if hint else "")
 
     def shown(self, name: str) -> str:

@@ -6,16 +6,17 @@ what each costs (forward passes, FLOPs, seconds) and how many answers are right.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, median_high
 from typing import Literal, get_args
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from bwsft.decoding.config import RULES, ContextMode
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
@@ -51,26 +52,17 @@ class ModeResult:
 
     mode: str
     accuracy: float
-    truncated: float
-    """Share of answers without an end token."""
+    truncated: float  # share of answers without an end token
     mean_tokens: float
-    steps: float
-    """Denoising steps per answer."""
-    passes: float
-    """Forward passes per answer."""
-    flops: float | None
-    """Matmul and attention FLOPs per answer; None on CUDA, whose kernels are not counted."""
-    seconds: float
-    """Wall-clock seconds for all answers, with the counting."""
-    token_agreement: float
-    """Share of equal tokens, position by position, over the longer of both answers."""
-    identical: float
-    """Share of equal answers."""
+    steps: float  # denoising steps per answer
+    passes: float  # forward passes per answer
+    flops: float | None  # of matmuls and attention per answer; None on CUDA (kernels not counted)
+    seconds: float  # of wall-clock time for all answers, with the counting
+    token_agreement: float  # share of equal tokens by position, over the longer of both answers
+    identical: float  # share of equal answers
+    # Median denoising step, from 0, in which the two first committed something else; None if never.
     first_divergence: float | None
-    """Median denoising step, from 0, in which the two first committed something else; None if
-    they never do."""
-    diverged: float
-    """Share of answers whose commitments differ anywhere before the earlier end."""
+    diverged: float  # share of answers whose commitments differ anywhere before the earlier end
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -80,19 +72,18 @@ def run_compare(options: CompareOptions) -> int:
     questions = [question for question, _ in references.values()][: options.limit]
     if options.json and options.json.exists():
         raise ValueError(f"{options.json} exists: name another file")
-    decoder = Decoder.load(options.model, dataclasses.replace(options, context=modes[0]))
+    decoder = Decoder.load(options.model, replace(options, context=modes[0]))
     prompts = decoder.encode(questions)
     first, rows = None, []
     for mode in modes:
-        config = dataclasses.replace(decoder.config, context=mode)
-        one = dataclasses.replace(decoder, config=config)
+        one = replace(decoder, config=replace(decoder.config, context=mode))
         found, cost = measured(one, prompts)
         first = found if first is None else first
         scored = accuracy(one, questions, found, references, options.task)
         rows.append(ModeResult(mode, **scored, **cost, **agreement(first, found)))
     print_table(rows, len(questions))
     if options.json:
-        content = {"questions": len(questions), "modes": [dataclasses.asdict(r) for r in rows]}
+        content = {"questions": len(questions), "modes": [asdict(r) for r in rows]}
         content["settings"] = json.loads(json.dumps(vars(options), default=str))
         write_atomic(options.json, json.dumps(content, indent=2) + "\n")
     return 0
@@ -131,8 +122,8 @@ def measured(decoder: Decoder, prompts: list[list[int]]) -> tuple[list[Generatio
     seconds = time.perf_counter() - began
     on_cpu = decoder.trained.backbone.head()[0].device.type == "cpu"
     return found, {
-        "steps": mean([g.steps for g in found]),
-        "passes": mean([g.passes for g in found]),
+        "steps": fmean(g.steps for g in found),
+        "passes": fmean(g.passes for g in found),
         "flops": counter.get_total_flops() / len(found) if on_cpu else None,
         "seconds": seconds,
     }
@@ -147,29 +138,21 @@ def accuracy(
         for question, g in zip(questions, found, strict=True)
     ]
     joined, _ = join(outputs, references)
-    if task == "math":
-        with MathVerifier() as verifier:
-            rows = score(joined, task, verifier)
-    else:
-        rows = score(joined, task)
-    result = summarize(rows, task)
+    with MathVerifier() if task == "math" else nullcontext() as verifier:
+        result = summarize(score(joined, task, verifier), task)
     return {name: result[name] for name in ("accuracy", "truncated", "mean_tokens")}
 
 
 def agreement(first: Sequence[Generation], other: Sequence[Generation]) -> dict:
     """How far the answers of two modes agree."""
-    equal = total = 0
-    parted = []
-    for a, b in zip(first, other, strict=True):
-        equal += sum(x == y for x, y in zip(a.tokens, b.tokens, strict=False))
-        total += max(len(a.tokens), len(b.tokens))
-        step = divergence(a, b)
-        if step is not None:
-            parted.append(step)
+    pairs = list(zip(first, other, strict=True))
+    equal = sum(x == y for a, b in pairs for x, y in zip(a.tokens, b.tokens, strict=False))
+    total = sum(max(len(a.tokens), len(b.tokens)) for a, b in pairs)
+    parted = [step for pair in pairs if (step := divergence(*pair)) is not None]
     return {
         "token_agreement": equal / total if total else 1.0,
-        "identical": mean([a.tokens == b.tokens for a, b in zip(first, other, strict=True)]),
-        "first_divergence": sorted(parted)[len(parted) // 2] if parted else None,
+        "identical": fmean(a.tokens == b.tokens for a, b in pairs),
+        "first_divergence": median_high(parted) if parted else None,
         "diverged": len(parted) / len(first),
     }
 
@@ -180,10 +163,6 @@ def divergence(a: Generation, b: Generation) -> int | None:
     last = min(a.steps, b.steps)
     left, right = ({c[:3] for c in g.trace if c.step < last} for g in (a, b))
     return min((step for step, *_ in left ^ right), default=None)
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def print_table(rows: list[ModeResult], count: int) -> None:
@@ -206,16 +185,13 @@ def print_table(rows: list[ModeResult], count: int) -> None:
         "denoising steps": number("steps"),
         "forward passes": number("passes"),
         "GFLOP": [f"{row.flops / 1e9:.3g}" if row.flops else "-" for row in rows],
-        "times fewer FLOPs": [
-            f"{first.flops / row.flops:.2f}" if row.flops else "-" for row in rows
-        ],
+        "times fewer FLOPs": [f"{first.flops / r.flops:.2f}" if r.flops else "-" for r in rows],
         "seconds in all": number("seconds"),
         "truncated": share("truncated"),
     }
+    columns = [Column(row.mode, justify="right") for row in rows]
     title = f"{count} questions; steps, passes and FLOPs per answer"
-    table = Table("", title=title, title_justify="left")
-    for row in rows:
-        table.add_column(row.mode, justify="right")
+    table = Table("", *columns, title=title, title_justify="left")
     for name, values in lines.items():
         table.add_row(name, *values)
     Console().print(table)

@@ -46,16 +46,10 @@ def demo_config(options: DemoOptions) -> c.Config:
     pass: the mode that learns most in two minutes."""
     return dataclasses.replace(
         presets.debug(),
-        out=options.out or free_folder("runs/demo"),
-        steps=options.steps,
-        seed=options.seed,
-        batch_size=32,
-        micro_batch_size=32,
-        save_every=options.steps,
-        context="block_causal",
-        optim=c.OptimConfig(lr=2e-3),
-        eval=c.EvalConfig(every=max(options.steps // 4, 1)),
-    )
+        out=options.out or free_folder("runs/demo"), steps=options.steps, seed=options.seed,
+        batch_size=32, micro_batch_size=32, save_every=options.steps, context="block_causal",
+        optim=c.OptimConfig(lr=2e-3), eval=c.EvalConfig(every=max(options.steps // 4, 1)),
+    )  # fmt: skip
 
 
 def free_folder(name: str) -> str:
@@ -84,26 +78,20 @@ def run_demo(options: DemoOptions) -> int:
     table = Table("model", "solved", "accuracy", "95 % interval")
     for name, solved in (("base", before), ("after Blockwise SFT", after)):
         low, high = wilson(sum(solved) / len(solved), len(solved))
-        table.add_row(
-            name,
-            f"{sum(solved)} of {len(solved)}",
-            f"{sum(solved) / len(solved):.1%}",
-            f"{low:.1%} to {high:.1%}",
-        )
+        rate = f"{sum(solved) / len(solved):.1%}"
+        table.add_row(name, f"{sum(solved)} of {len(solved)}", rate, f"{low:.1%} to {high:.1%}")
     console.print(table)
     console.rule("4/4 how two answers were unmasked (number: denoising step)")
-    for i in (0, 1):
-        console.print(f"[bold]{problems[i]['query']}[/bold]")
-        console.print(unmasked(generations[i], trained.tokenizer.decode, config.block_size))
+    for problem, found in zip(problems[:2], generations, strict=False):
+        console.print(f"[bold]{problem['query']}[/bold]")
+        console.print(unmasked(found, trained.tokenizer.decode, config.block_size))
         console.print()
     console.print(f"run folder: {config.out}   plot: {config.out}/loss.png", soft_wrap=True)
     console.print(f"{time.perf_counter() - began:.0f} s in all")
     return 0
 
 
-def unmasked(
-    generation: Generation, decode: Callable[[list[int]], str], block_size: int
-) -> Text:
+def unmasked(generation: Generation, decode: Callable[[list[int]], str], block_size: int) -> Text:
     """The answer and the steps in which its tokens came."""
     pieces = {i: decode([token]) for i, token in enumerate(generation.tokens)}
     steps = {position: step for step, position, _, _ in generation.trace}

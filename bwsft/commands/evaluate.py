@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from bwsft.decoding.pipeline import DecoderOptions, make_decoder
-from bwsft.decoding.result import Decoded
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
 
@@ -23,16 +21,13 @@ def run_evaluate(command: EvaluateCommand) -> int:
     """Run `bwsft evaluate` and return the exit status; ValueError or OSError for bad input, and
     ValueError where math-verify is missing or does not start."""
 
-    def decode(questions: list[str]) -> Sequence[Decoded]:
-        # Loaded here, when evaluate has checked files and questions.
-        return make_decoder(str(command.model), command)(questions)
-
-    options = command
-    if command.model is None:  # how a model decodes is no setting of a file's score
-        names = [field.name for field in dataclasses.fields(EvaluateOptions)]
-        options = EvaluateOptions(**{name: getattr(command, name) for name in names})
     try:
-        result = evaluate(options, decode if command.model else None)
+        if command.model is None:  # how a model decodes is no setting of a file's score
+            names = [field.name for field in dataclasses.fields(EvaluateOptions)]
+            result = evaluate(EvaluateOptions(**{name: getattr(command, name) for name in names}))
+        else:  # it is loaded when evaluate has checked files and questions
+            model = str(command.model)
+            result = evaluate(command, lambda asked: make_decoder(model, command)(asked))
     except (ImportError, RuntimeError) as error:
         if "math-verify" not in str(error):
             raise
@@ -48,9 +43,8 @@ def print_report(result: dict) -> None:
         return "unknown" if share is None else f"{100 * share:.2f} %"
 
     low, high = result["ci95"]
-    table = Table(title=f"Pass@1 on {result['task']}", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
+    value, title = Column("value", justify="right"), f"Pass@1 on {result['task']}"
+    table = Table("figure", value, title=title, title_justify="left")
     for rule in ("ladder", "strict"):
         interval = f"  [{100 * low:.2f}, {100 * high:.2f}]" if rule == result["rule"] else ""
         table.add_row(f"accuracy, {rule} rule", percent(result[f"{rule}_accuracy"]) + interval)

@@ -156,19 +156,13 @@ def take_off_adapter(backbone: Backbone) -> dict[str, tuple[str, float]]:
     return updates
 
 
-def stored_in(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Name of a tensor in the model -> its file in a checkpoint folder, and its name there."""
-    found = {}
+def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]]:
+    """Name of a tensor to write -> the file in the checkpoint that holds it, and its name there.
+    Tied weights are written once, by the first of their names, and may be stored by any."""
+    folder, stored, tied = model_folder(source), {}, {}
     for shard in shard_files(folder):
         with opened(folder / shard) as handle:
-            found.update({renamed(name): (folder / shard, name) for name in handle.keys()})
-    return found
-
-
-def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]]:
-    """As `stored_in`, for the tensors to write. Tied weights are written once, by the first of
-    their names, and may be stored by any."""
-    stored, tied = stored_in(model_folder(source)), {}
+            stored.update({renamed(name): (folder / shard, name) for name in handle.keys()})
     for name, tensor in model.state_dict(keep_vars=True).items():
         tied.setdefault(id(tensor), []).append(name)
     places = {}

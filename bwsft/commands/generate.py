@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bwsft.commands.result_file import ResultFile
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
-from bwsft.decoding.result import Generation
-from bwsft.evaluation.answer_files import QUESTION_FIELDS, read_records
+from bwsft.evaluation.answer_files import QUESTION_FIELDS, needed, read_records, read_text
 
 RECORDS = (".jsonl", ".ndjson", ".json")
 
@@ -52,7 +51,9 @@ def run_generate(options: GenerateOptions) -> int:
         if trace:
             trace.append(index, decoder.trace_record(generation))
         if out:
-            out.append(index, answer_record(text, generation))
+            answer = {"output": text, "tokens": len(generation.tokens)}  # as evaluate reads them
+            answer |= {"truncated": not generation.ended, "steps": generation.steps}
+            out.append(index, answer)
         if options.prompt is not None:
             print(text)
             print(generation.summary(), file=sys.stderr)
@@ -84,26 +85,15 @@ def read_questions(options: GenerateOptions) -> list[str]:
 
 
 def _read_file(path: Path) -> list:
-    if path.suffix.lower() not in RECORDS:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file")
-        try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from error
-        if not any(line.strip() for line in lines):
-            raise ValueError(f"{path}: holds no prompts")
-        return [line for line in lines if line.strip()]
-    found = []
-    for number, record in enumerate(read_records(path)[0], 1):
-        field = next((f for f in QUESTION_FIELDS if record.get(f) is not None), None)
-        if field is None:
-            raise ValueError(
-                f"{path}: record {number} has no prompt: it needs one of "
-                f"{', '.join(QUESTION_FIELDS)} and has {', '.join(record) or 'nothing'}"
-            )
-        found.append(record[field])
-    return found
+    if path.suffix.lower() in RECORDS:
+        return [
+            needed(record, "prompt", QUESTION_FIELDS, f"{path}: record {number}")[0]
+            for number, record in enumerate(read_records(path)[0], 1)
+        ]
+    lines = [line for line in read_text(path).splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path}: holds no prompts")
+    return lines
 
 
 def refuse_existing(path: Path, resume: bool) -> None:
@@ -113,11 +103,49 @@ def refuse_existing(path: Path, resume: bool) -> None:
         raise ValueError(f"{path} exists: name another file, or go on with it by --resume")
 
 
-def answer_record(text: str, generation: Generation) -> dict:
-    """The fields that `bwsft evaluate --outputs` reads, and the steps."""
-    return {
-        "output": text,
-        "tokens": len(generation.tokens),
-        "truncated": not generation.ended,
-        "steps": generation.steps,
-    }
+class ResultFile:
+    """A JSONL with a line per prompt, in their order, appended to and flushed line by line.
+
+    Opening one that exists checks that it came from the same prompts and settings (ValueError), and
+    cuts off a last line that a killed writer left without its end.
+    """
+
+    def __init__(self, path: Path, run: str, questions: list[str]):
+        self.path, self.run, self.questions = path, run, questions
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is not a file: name another one")
+        content = path.read_bytes() if path.exists() else b""
+        self.lines = content.splitlines(keepends=True)
+        if self.lines and not self.lines[-1].endswith(b"\n"):
+            self.lines.pop()
+        for number, line in enumerate(self.lines):
+            if number >= len(questions) or not self._fits(line, questions[number]):
+                raise ValueError(
+                    f"{path}, line {number + 1} is not the answer to prompt {number + 1} under "
+                    "these settings: name another file, or delete it first"
+                )
+        self.keep(len(self.lines))
+
+    def _fits(self, line: bytes, question: str) -> bool:
+        try:
+            record = json.loads(line)
+            return (record["run"], record["question"]) == (self.run, question)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False
+
+    def keep(self, count: int) -> None:
+        """Drop all but the first `count` lines; ValueError if there are fewer."""
+        if len(self.lines) < count:
+            raise ValueError(
+                f"{self.path} has {len(self.lines)} lines for {count} answers: go on without "
+                "--trace, or start again with new files"
+            )
+        self.lines = self.lines[:count]
+        with open(self.path, "ab") as file:
+            file.truncate(sum(map(len, self.lines)))
+
+    def append(self, index: int, record: dict) -> None:
+        line = {"run": self.run, "question": self.questions[index], **record}
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

@@ -21,9 +21,9 @@ import torch
 from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
-from bwsft.decoding.canvas import Active, Canvas, Change, Row, span_of
+from bwsft.decoding.canvas import Active, Canvas, Change, Row, span_of, upload
 from bwsft.decoding.context import DecodeContext, show
-from bwsft.decoding.plan import Plan, PlannedStep
+from bwsft.decoding.plan import Plan, Planned, PlannedStep
 from bwsft.decoding.rules import Head, Rule, head_of
 from bwsft.models.backbone import Backbone
 from bwsft.models.kv_cache import ContextCache, Span
@@ -79,13 +79,12 @@ class VerifiedContext(DecodeContext):
     def keep(self, kept: list[int]) -> None:
         super().keep(kept)
         if self.read is not None:
-            index = torch.tensor(kept, dtype=torch.long)  # an empty list names no dtype
-            self.read = self.read.keep(index.to(self.read.visible.device))
+            self.read = self.read.keep(upload(kept, self.read.visible.device))
             self.read_to = [self.read_to[i] for i in kept]
         if self.drafted_from:
             self.drafted_from = [self.drafted_from[i] for i in kept]
 
-    def hidden(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+    def hidden(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         """The hidden states that predict the tokens of the windows, [S * W, D]."""
         if self.cache is None:
             return self.exact(canvas, planned, block)
@@ -96,12 +95,9 @@ class VerifiedContext(DecodeContext):
             return self.context_pass(canvas, everyone, lengths, block)
         # What was drafted is new, and `kv_window` - 1 positions before it are computed anew.
         shift, window = self.model.family.logit_shift, self.config.method.kv_window
-        starts = [max(start - shift - window + 1, 0) for start in before]
-        span = span_of(starts, lengths, block.start.device)
-        self.count(everyone)
-        show(self.cache, lengths)
-        ids = canvas.ids[span.flat(canvas.cu_seqlens)]
-        return self.model.active_hidden_states(ids, span, self.cache, span.places_of(block) - shift)
+        starts = [max(start - window + 1, shift) for start in before]
+        span = span_of(starts, [length + shift for length in lengths], block.start.device)
+        return self.span_pass(canvas, everyone, span, self.cache, lengths, span.places_of(block))
 
     def causal_states(self, canvas: Canvas, active: Active, token: Tensor) -> Tensor:
         """The verifier's hidden states that predict the N drafted tokens [N]."""
@@ -173,21 +169,29 @@ class AdaptiveParallel(Rule):
                 "take one with the model's vocabulary"
             )
         for row in rows:
-            check_verified_row(row, verifier)
+            name = f"prompt {row.index}"
+            if not row.prompt:
+                raise ValueError(f"{name} is empty, but a verifier predicts from the token before")
+            if max(*row.prompt, *row.response) >= known:
+                raise ValueError(
+                    f"{name} or its canvas has a token id that the verifier does not know"
+                )
+            if row.length > verifier.decoder.family.max_positions:
+                raise ValueError(
+                    f"{name} needs {row.length} positions with its canvas, more than the "
+                    f"verifier's {verifier.decoder.family.max_positions}"
+                )
 
-    def plan(
-        self, prompt_length: int, origin: str, given: Sequence[int] = (), request: int = 0
-    ) -> Plan:
+    def plan(self, prompt: int, origin: str, given: Sequence[int] = (), request: int = 0) -> Plan:
         """The window that begins at each open position; `number` counts those before it. There are
         no blocks."""
-        end, taken = prompt_length + self.config.gen_length, set(given)
-        places = [prompt_length + p for p in range(self.config.gen_length) if p not in taken]
-        plan = []
-        for number, start in enumerate(places):
-            stop = min(start + self.lookahead, end)
-            masked = bisect_left(places, stop) - number
-            plan.append(PlannedStep(start, stop, masked, 0, number))
-        return plan
+        end, taken = prompt + self.config.gen_length, set(given)
+        places = [prompt + p for p in range(self.config.gen_length) if p not in taken]
+        windows = [(start, min(start + self.lookahead, end)) for start in places]
+        return [
+            PlannedStep(start, stop, bisect_left(places, stop) - number, 0, number)
+            for number, (start, stop) in enumerate(windows)
+        ]
 
     def following(
         self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool
@@ -206,15 +210,3 @@ class AdaptiveParallel(Rule):
         agrees = active.rectangle((best.token == draft.token).long(), 1)  # as given tokens do
         first = active.masked & (active.masked.cumsum(1) == 1)
         return best, Change(active.masked & (agrees.cumprod(1).bool() | first))
-
-
-def check_verified_row(row: Row, verifier: Verifier) -> None:
-    name, known = f"prompt {row.index}", verifier.vocab_size
-    if not row.prompt:
-        raise ValueError(f"{name} is empty, but a verifier predicts from the token before")
-    if max(*row.prompt, *row.response) >= known:
-        raise ValueError(f"{name} or its canvas has a token id that the verifier does not know")
-    most = verifier.decoder.family.max_positions
-    if row.length > most:
-        needs = f"{name} needs {row.length} positions with its canvas"
-        raise ValueError(f"{needs}, more than the verifier's {most}")

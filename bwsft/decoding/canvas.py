@@ -1,7 +1,7 @@
 """The sequences that are being decoded, packed, with what the host knows of each of them.
 
-T packed tokens, S sequences, G gen_length, P steps, B slots of an active block, N of them that are
-projected to logits.
+T packed tokens, S sequences, G gen_length, B slots of an active block, N of them that are projected
+to logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
-from bwsft.decoding.plan import PlannedStep
+from bwsft.decoding.plan import Plan, Planned
 from bwsft.models.backbone import Family
 from bwsft.models.kv_cache import Span
 
@@ -42,7 +42,7 @@ class Row:
     request: int
     prompt: list[int]
     response: list[int]  # given tokens, [MASK] elsewhere
-    plan: list[PlannedStep]
+    plan: Plan
 
     @property
     def length(self) -> int:
@@ -62,9 +62,8 @@ class Packed(NamedTuple):
 class Active:
     """The active blocks of a step. A short block repeats its last position."""
 
-    planned: list[PlannedStep]
+    planned: Planned
     block: Span
-    quota: Tensor | None  # [S], see PlannedStep; None: a dynamic rule
     flat: Tensor  # [S, B] places in the packed canvas
     masked: Tensor  # [S, B] bool, without repeats
     asked: Tensor  # [S, B] bool: slots that are projected to logits
@@ -72,6 +71,11 @@ class Active:
     places: Tensor  # [N] and in the packed canvas
     key: tuple[Tensor, Tensor, Tensor]  # request, step and position [N], which noise depends on
     early: Tensor | None  # [N] bool: no end token may be there yet
+
+    @property
+    def quota(self) -> Tensor:
+        """[S], see PlannedStep."""
+        return upload([step.quota for step in self.planned], self.flat.device)
 
     def rectangle(self, values: Tensor, none: float = -torch.inf) -> Tensor:
         """Values [N] in their slots [S, B]."""
@@ -99,91 +103,72 @@ class Canvas:
     position_ids: Tensor  # [T]
     cu_seqlens: Tensor  # [S + 1] int32
     requests: Tensor  # [S]
-    plan: Tensor | None  # [S, P, 3]: start, stop and quota of every step; None: a dynamic rule
 
     @classmethod
-    def begin(cls, rows: list[Row], family: Family, like: Tensor, dynamic: bool = False) -> Canvas:
+    def begin(cls, rows: list[Row], family: Family, like: Tensor) -> Canvas:
         """Every row's prompt and response; on the device of `like`, confidences in its dtype or
         float32."""
         ids = torch.tensor([i for r in rows for i in r.prompt + r.response], device=like.device)
         wide = torch.promote_types(like.dtype, torch.float32)
         history = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=wide)
-        return cls.of(rows, family, (ids, *history), dynamic)
+        return cls.of(rows, family, ids, *history)
 
     @classmethod
-    def of(
-        cls, rows: list[Row], family: Family, columns: tuple[Tensor, Tensor, Tensor], dynamic: bool
-    ) -> Canvas:
-        ids = columns[0]
+    def of(cls, rows: list[Row], family: Family, ids: Tensor, *history: Tensor) -> Canvas:
         edges = torch.tensor([0, *(row.length for row in rows)]).cumsum(0)
-        positions = [torch.arange(row.length) for row in rows]
         return cls(
-            rows, family, *columns,
-            position_ids=torch.cat(positions or [edges[:0]]).to(ids.device),
+            rows, family, ids, *history,
+            position_ids=torch.cat([torch.arange(row.length) for row in rows]).to(ids.device),
             cu_seqlens=edges.to(ids.device, torch.int32),
             requests=torch.tensor([row.request for row in rows]).to(ids.device),
-            plan=None if dynamic else plan_table(rows).to(ids.device),
         )  # fmt: skip
 
     def keep(self, kept: list[int]) -> Canvas:
-        """The canvas with only these rows: a retired row costs nothing any more."""
+        """The canvas with only these rows, at least one: a retired row costs nothing any more."""
         lengths = [row.length for row in self.rows]
 
         def pick(values: Tensor) -> Tensor:
             parts = values.split(lengths)
-            return torch.cat([parts[i] for i in kept]) if kept else values[:0]
+            return torch.cat([parts[i] for i in kept])
 
-        columns = tuple(pick(x) for x in (self.ids, self.committed_at, self.confidence))
-        return self.of([self.rows[i] for i in kept], self.family, columns, self.plan is None)
+        columns = map(pick, (self.ids, self.committed_at, self.confidence))
+        return self.of([self.rows[i] for i in kept], self.family, *columns)
 
-    def active(self, planned: list[PlannedStep], step: int) -> tuple[Span, Tensor | None]:
-        """The active blocks, and the quotas [S] of step number `step` (None: a dynamic rule)."""
-        if self.plan is None:
-            starts, stops = [p.start for p in planned], [p.stop for p in planned]
-            return span_of(starts, stops, self.ids.device), None
-        sizes = [p.stop - p.start for p in planned]
-        start, stop, quota = self.plan[:, step].unbind(1)
-        return Span(start, stop - start, max(sizes), even=min(sizes) == max(sizes)), quota
-
-    def look(self, planned: list[PlannedStep], step: int, rule: Rule) -> Active:
+    def look(self, planned: Planned, step: int, rule: Rule) -> Active:
         """The active blocks before a step. Reads nothing back from the device: the host knows how
         many slots are asked for."""
-        block, quota = self.active(planned, step)
+        block = span_of([p.start for p in planned], [p.stop for p in planned], self.ids.device)
         flat = block.flat(self.cu_seqlens)
         masked = self.ids[flat] == self.family.mask_id
+        if not block.even:
+            masked = masked & ~block.repeats()
         asked = masked
         if rule.revising:  # what was committed counts too, and what was given does not
             asked = masked | (self.committed_at[flat] >= 0)
-        if not block.even:
-            masked = masked & ~block.repeats()
-            asked = asked & ~block.repeats() if rule.revising else masked
+            asked = asked if block.even else asked & ~block.repeats()
         size = sum(p.asked for p in planned)
         slots = asked.flatten().nonzero_static(size=size).squeeze(1)
         places = flat.flatten()[slots]
+        owner = slots // block.width
+        position = places - self.cu_seqlens[owner]
         noise_step = torch.full_like(places, step if rule.step_noise else 0)
-        position, owner = block.positions().flatten()[slots], slots // block.width
         key, early = (self.requests[owner], noise_step, position), None
         if rule.config.min_length:
             prompt = self.cu_seqlens.diff() - rule.config.gen_length
             early = position - prompt[owner] < rule.config.min_length
-        return Active(planned, block, quota, flat, masked, asked, slots, places, key, early)
+        return Active(planned, block, flat, masked, asked, slots, places, key, early)
 
     def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
         """Each of the N slots gets its token, becomes [MASK] or stays what it was."""
         places, got = active.places, change.taken.flatten()[active.slots]
-        if change.cleared is None:
-            self.ids[places] = torch.where(got, best.token, self.family.mask_id)
-            self.committed_at[places] = torch.where(got, step, -1)
-            self.confidence[places] = best.confidence
-            return
-        gone = change.cleared.flatten()[active.slots]
-        columns = (
+        gone = None if change.cleared is None else change.cleared.flatten()[active.slots]
+        for column, new, none in (
             (self.ids, best.token, self.family.mask_id),
             (self.committed_at, step, -1),
             (self.confidence, best.confidence, 0),
-        )
-        for column, new, none in columns:
-            column[places] = torch.where(got, new, column[places].masked_fill(gone, none))
+        ):
+            old = none if gone is None else column[places].masked_fill(gone, none)
+            column[places] = torch.where(got, new, old)
 
     def view(self, rows: Sequence[int], lengths: Sequence[int]) -> Packed:
         """The first `lengths` positions of these rows."""
@@ -194,12 +179,8 @@ class Canvas:
         parts = [torch.arange(first[i], first[i] + n) for i, n in zip(rows, lengths, strict=True)]
         index = torch.cat(parts).to(self.ids.device, non_blocking=True)
         edges = torch.tensor([0, *lengths]).cumsum(0).int()
-        return Packed(
-            self.ids[index],
-            self.position_ids[index],
-            edges.to(self.ids.device, non_blocking=True),
-            max(lengths),
-        )
+        edges = edges.to(self.ids.device, non_blocking=True)
+        return Packed(self.ids[index], self.position_ids[index], edges, max(lengths))
 
     def final(self, gen_length: int) -> Tensor:
         """Sequences [S] whose text can't change any more."""
@@ -214,11 +195,3 @@ def final_rows(canvas: Tensor, mask_id: int, end_ids: Tensor) -> Tensor:
     [MASK] before it. Committed tokens never change, so what follows cannot matter."""
     mask_before = (canvas == mask_id).cumsum(1) > 0
     return (torch.isin(canvas, end_ids) & ~mask_before).any(1)
-
-
-def plan_table(rows: list[Row]) -> Tensor:
-    """Start, stop and quota of every step [S, P, 3]."""
-    longest = max((len(row.plan) for row in rows), default=0)
-    # A row that has no more steps is gone before its padding would be read.
-    plan = [[(t.start, t.stop, t.quota) for t in row.plan] for row in rows]
-    return torch.tensor([row + [(0, 0, 0)] * (longest - len(row)) for row in plan])

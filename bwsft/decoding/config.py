@@ -132,13 +132,9 @@ class DecodeConfig(DecodeSettings):
     def _check_rule(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, not {self.rule!r}")
-        owners: dict[str, list[str]] = {}
-        for rule in RULES.values():
-            for name in rule.options():
-                owners.setdefault(name, []).append(rule.name)
-        for name, rules in owners.items():
-            value = getattr(self, name)
-            if value is not None and self.rule not in rules:
+        for name in dict.fromkeys(name for rule in RULES.values() for name in rule.options()):
+            rules = [rule.name for rule in RULES.values() if name in rule.options()]
+            if getattr(self, name) is not None and self.rule not in rules:
                 raise ValueError(
                     f"{name} belongs to rule {' or '.join(rules)}, and the rule is {self.rule}"
                 )

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bwsft.decoding.canvas import Canvas, Packed, span_of, upload
 from bwsft.decoding.cuda_graphs import GraphedPasses, graphed
-from bwsft.decoding.plan import PlannedStep
+from bwsft.decoding.plan import Planned
 from bwsft.models.backbone import Backbone
 from bwsft.models.block_masks import PAD, block_causal_mask, grid_numbers
 from bwsft.models.kv_cache import ContextCache, Span
@@ -58,18 +58,17 @@ class DecodeContext:
         return cls(model, run, config, cache, [0] * len(rows))
 
     def keep(self, kept: list[int]) -> None:
-        """Retired rows leave the cache, whose buffers are others from then on."""
+        """Rows but these, at least one, leave the cache, whose buffers are others from then on."""
         if self.config.graphs:  # with all that was recorded on the old buffers, and its memory
             self.run = graphed(self.model)
-        index = torch.tensor(kept, dtype=torch.long)
         if self.cache is not None:
-            self.cache = self.cache.keep(index.to(self.cache.visible.device))
+            self.cache = self.cache.keep(upload(kept, self.cache.visible.device))
         self.passes = [self.passes[i] for i in kept]
         if self.blocks:
             self.stored = [self.stored[i] for i in kept]
             self.blocks = [self.blocks[i] for i in kept]
 
-    def hidden(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+    def hidden(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         """The hidden states that predict the tokens of the active blocks, [S * W, D]."""
         if self.config.context == "exact":
             return self.exact(canvas, planned, block)
@@ -88,15 +87,12 @@ class DecodeContext:
             parts.append((rest, self.rest_pass(canvas, rest, starts, lengths, block)))
         return joined(parts, len(planned), block.width)
 
-    def lengths(self, canvas: Canvas, planned: list[PlannedStep]) -> list[int]:
+    def lengths(self, canvas: Canvas, planned: Planned) -> list[int]:
         """Positions of every row that are present."""
-        window = self.config.suffix_window
-        return [
-            min(step.stop + window, row.length)
-            for step, row in zip(planned, canvas.rows, strict=True)
-        ]
+        window, pairs = self.config.suffix_window, zip(planned, canvas.rows, strict=True)
+        return [min(step.stop + window, row.length) for step, row in pairs]
 
-    def exact(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+    def exact(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         everyone, scale = list(range(len(planned))), self.config.cfg_scale
         self.count(everyone, 2 if scale else 1)
         view = canvas.view(everyone, self.lengths(canvas, planned))
@@ -121,7 +117,7 @@ class DecodeContext:
         wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
         return self.model.fill(view, cache, wanted)
 
-    def block_pass(self, canvas: Canvas, planned: list[PlannedStep], block: Span) -> Tensor:
+    def block_pass(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         """block_causal: the active blocks see what is stored and themselves, of the first one also
         the prompt's tail."""
         everyone, stops, span = list(range(len(planned))), [step.stop for step in planned], block
@@ -186,10 +182,8 @@ class DecodeContext:
         bounds = [grid.blocks(n, self.config.gen_length) for n in self.stored]
         if family.attention == "block_causal":
             self.stored = [BlockGrid(size, "absolute").start(n) for n in self.stored]
-        self.blocks = [
-            {start: first[0][1], **dict(first[1:])}
-            for start, first in zip(self.stored, bounds, strict=True)
-        ]
+        pairs = zip(self.stored, bounds, strict=True)
+        self.blocks = [{start: first[0][1], **dict(first[1:])} for start, first in pairs]
         if not (rows := [i for i, n in enumerate(self.stored) if n]):
             return
         self.count(rows)
@@ -203,7 +197,7 @@ class DecodeContext:
             last = view.cu_seqlens[1:, None].long() - 1  # what comes out is not used
             self.model.fill(view, self.cache_of(rows), last)
 
-    def store_finished(self, canvas: Canvas, planned: list[PlannedStep]) -> None:
+    def store_finished(self, canvas: Canvas, planned: Planned) -> None:
         """block_causal: store the blocks before the active ones, with their final tokens."""
         while True:
             stops = [blocks[n] for blocks, n in zip(self.blocks, self.stored, strict=True)]
@@ -241,12 +235,9 @@ def with_blind_rows(
     """The rows, and after them the same rows with their prompts masked; the wanted rows of both.
     Given tokens of the response stay."""
     prompts = upload([len(row.prompt) for row in canvas.rows], view.ids.device)
-    owner = torch.repeat_interleave(
-        torch.arange(len(canvas.rows), device=view.ids.device),
-        view.cu_seqlens.diff().long(),
-        output_size=len(view.ids),
-    )
-    blind = view.ids.masked_fill(view.position_ids < prompts[owner], mask_id)
+    lengths = view.cu_seqlens.diff().long()
+    prompt = torch.repeat_interleave(prompts, lengths, output_size=len(view.ids))
+    blind = view.ids.masked_fill(view.position_ids < prompt, mask_id)
     both = Packed(
         torch.cat([view.ids, blind]),
         view.position_ids.repeat(2),

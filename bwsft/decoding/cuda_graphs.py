@@ -24,6 +24,8 @@ from bwsft.models.kv_cache import ContextCache, Span
 
 Run = Callable[[], Tensor]
 Record = Callable[[Run], tuple[Callable[[], Any], Tensor]]
+# A forward on buffers of its own: its inputs, what replays it, what a replay writes.
+Kept = tuple[dict[str, Tensor], Callable[[], Any], Tensor]
 
 # Of one batch. Rows that stand in different blocks have ever new shapes under a suffix window or in
 # `prefix`; a recording keeps megabytes and costs three forwards, and the rest run as they are.
@@ -43,10 +45,7 @@ class GraphedPasses:
     model: Backbone
     record: Record
     met: set[tuple] = field(default_factory=set)
-    # Forwards on buffers of their own: their inputs, what replays them, what a replay writes.
-    kept: dict[tuple, tuple[dict[str, Tensor], Callable[[], Any], Tensor]] = field(
-        default_factory=dict
-    )
+    kept: dict[tuple, Kept] = field(default_factory=dict)
 
     def hidden_states(
         self,

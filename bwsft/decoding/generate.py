@@ -21,7 +21,7 @@ from torch import Tensor
 from bwsft.decoding.canvas import Canvas, Row
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
-from bwsft.decoding.plan import PlannedStep
+from bwsft.decoding.plan import Planned, PlannedStep
 from bwsft.decoding.request import Given, make_rows
 from bwsft.decoding.result import Generation, History, OnCommit, Outcome, harvest, report
 from bwsft.models.backbone import Backbone
@@ -91,7 +91,7 @@ def fill(
 ) -> Iterator[tuple[int, Generation]]:
     """Decode one batch; yields (row.index, Generation) and drops the row as soon as it is final."""
     weight, rule = model.head()[0], config.method
-    canvas = Canvas.begin(rows, model.family, weight, rule.dynamic)
+    canvas = Canvas.begin(rows, model.family, weight)
     with decoding(model, weight):  # the cache's dtype is that of the passes
         context = rule.context_type.begin(model, config, canvas, verifier)
     # The canvas remembers the last commit at a position, which is all there is unless it revises.
@@ -105,11 +105,10 @@ def fill(
         done = [p is None or f and config.stop_at_end for p, f in zip(planned, final, strict=True)]
         if any(done):
             yield from harvest(canvas, done, step, context, trace, history)
-            kept = [i for i, d in enumerate(done) if not d]
+            if not (kept := [i for i, d in enumerate(done) if not d]):
+                return
             canvas, planned = canvas.keep(kept), [planned[i] for i in kept]
             context.keep(kept)
-        if not canvas.rows:
-            return
         with decoding(model, weight):
             outcome = denoise(context, canvas, planned, step)
         step += 1
@@ -130,7 +129,7 @@ def fill(
 
 
 def following(
-    canvas: Canvas, planned: list[PlannedStep], step: int, config: DecodeConfig, seen: Seen
+    canvas: Canvas, planned: Planned, step: int, config: DecodeConfig, seen: Seen
 ) -> list[PlannedStep | None]:
     """Step number `step` of every row, after the planned ones, given what was seen of these."""
     news = zip(canvas.rows, planned, seen.filled, seen.replaced, strict=True)
@@ -142,9 +141,7 @@ def ended(planned: PlannedStep, following: PlannedStep | None) -> bool:
     return following is None or following.start != planned.start
 
 
-def poll_is_due(
-    canvas: Canvas, planned: list[PlannedStep], step: int, config: DecodeConfig
-) -> bool:
+def poll_is_due(canvas: Canvas, planned: Planned, step: int, config: DecodeConfig) -> bool:
     """The host must look at what the step before `step` did."""
     if config.method.dynamic:
         return True
@@ -171,9 +168,7 @@ def decoding(model: Backbone, weight: Tensor) -> Iterator[None]:
             model.train()
 
 
-def denoise(
-    context: DecodeContext, canvas: Canvas, planned: list[PlannedStep], step: int
-) -> Outcome:
+def denoise(context: DecodeContext, canvas: Canvas, planned: Planned, step: int) -> Outcome:
     """One step: forward, a token for every slot that is asked for, commit what the rule takes.
     Writes the canvas.
 

@@ -71,6 +71,7 @@ class Decoder:
     template: Template
     config: DecodeConfig
     verifier: Verifier | None = None
+    trained_in: str | None = None  # context mode of the model's training, where it says so
 
     @classmethod
     def load(cls, model: str | None, options: DecoderOptions) -> Decoder:
@@ -89,12 +90,13 @@ class Decoder:
         made_for, size = training.get("block_size"), settings["block_size"]
         if trained.backbone.family.attention == "block_causal" and made_for not in (None, size):
             print(f"the model was made for blocks of {made_for}, not {size}", file=sys.stderr)
-        if hint := context_hint(training.get("context"), settings["context"]):
+        trained_in = training.get("context")
+        if hint := context_hint(trained_in, settings["context"]):
             print(hint, file=sys.stderr)
         config = DecodeConfig(**settings)
         verifier = options.verifier and load_verifier_for(trained, options.verifier)
         name = options.template or training.get("dataset", {}).get("template", "metamath")
-        return cls(trained, Template(trained.tokenizer, name), config, verifier)
+        return cls(trained, Template(trained.tokenizer, name), config, verifier, trained_in)
 
     def encode(self, questions: list[str]) -> list[list[int]]:
         """Token ids of the prompts; ValueError for one that the model cannot take."""
@@ -125,14 +127,10 @@ class Decoder:
 
     def trace_record(self, generation: Generation) -> dict:
         """A generation's history as JSON: `commits` are [step, position, token, confidence]."""
-        pieces = {commit.token: self.trained.tokenizer.decode([commit.token])
-                  for commit in generation.trace}  # fmt: skip
-        return {
-            "gen_length": self.config.gen_length,
-            "block_size": self.config.block_size,
-            "tokens": pieces,
-            "commits": [list(commit) for commit in generation.trace],
-        }
+        tokens = dict.fromkeys(commit.token for commit in generation.trace)
+        pieces = {token: self.trained.tokenizer.decode([token]) for token in tokens}
+        shape = {"gen_length": self.config.gen_length, "block_size": self.config.block_size}
+        return {**shape, "tokens": pieces, "commits": [list(commit) for commit in generation.trace]}
 
     def digest(self) -> str:
         """12 hex digits that change with whatever decides an answer."""
@@ -207,14 +205,12 @@ def chosen_settings(options: DecoderOptions) -> dict:
 
 def context_hint(trained: str | None, chosen: str) -> str | None:
     """What a user should know of a context mode, in a line."""
-    if trained is None:
+    if (trained, chosen) == (None, "exact"):
         return (
             "the model does not say how it was trained: decoding with --context exact; --context "
             "prefix is faster and approximate"
-            if chosen == "exact"
-            else None
         )
-    if chosen == trained or (trained, chosen) == ("exact", "prefix"):
+    if trained in (None, chosen) or (trained, chosen) == ("exact", "prefix"):
         return None
     return f"the model was trained with --context {trained} and decodes with {chosen}"
 

@@ -31,6 +31,7 @@ class PlannedStep:
 
 
 Plan = list[PlannedStep]  # of a sequence
+Planned = list[PlannedStep]  # of a step: one of each sequence
 
 
 def quotas(masked: int, steps: int) -> list[int]:

@@ -26,18 +26,15 @@ class Commit(NamedTuple):
 class Generation:
     """One decoded response."""
 
-    tokens: list[int]
-    """Committed tokens before the end token."""
-    ended: bool
-    """An end token was produced; otherwise the canvas was too short."""
-    steps: int
-    """Denoising steps of this row."""
+    tokens: list[int]  # committed before the end token
+    ended: bool  # an end token was produced; otherwise the canvas was too short
+    steps: int  # denoising steps of this row
+    # On request, everything that was committed, in order, also from the end token on; under a
+    # revising rule also what was replaced or taken back later.
     trace: list[Commit] = field(default_factory=list)
-    """On request, everything that was committed, in order, also from the end token on; under a
-    revising rule also what was replaced or taken back later."""
+    # Forward passes that this row took part in: as many as steps, and those of block_causal
+    # context or of guidance; those of a verifier do not count.
     passes: int = 0
-    """Forward passes that this row took part in: as many as steps, and those of block_causal
-    context or of guidance; those of a verifier do not count."""
 
     def summary(self) -> str:
         """A line for the user."""
@@ -114,14 +111,3 @@ def harvest(
             places = zip(at, range(config.gen_length), ids, confidence, strict=True)
             commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)
         yield row.index, Generation(ids[:end], end is not None, own, commits, passes)
-
-
-class Decoded(NamedTuple):
-    """A decoder's answer: its text, the tokens up to the end token, and whether one came."""
-
-    text: str
-    tokens: int
-    ended: bool
-
-
-Decode = Callable[[list[str]], Sequence[Decoded]]

@@ -89,20 +89,18 @@ class Rule:
         """[MASK]s that each step of a block takes; `places` are the block's open positions."""
         raise NotImplementedError
 
-    def plan(
-        self, prompt_length: int, origin: str, given: Sequence[int] = (), request: int = 0
-    ) -> Plan:
-        """All steps of a sequence. Where they are known beforehand nobody has to ask the device
-        how many [MASK]s are left; steps that would change nothing are left out. Under a dynamic
-        rule: the first step of every block.
+    def plan(self, prompt: int, origin: str, given: Sequence[int] = (), request: int = 0) -> Plan:
+        """All steps of a sequence after a prompt of this length. Where they are known beforehand
+        nobody has to ask the device how many [MASK]s are left; steps that would change nothing are
+        left out. Under a dynamic rule: the first step of every block.
 
         Every block gets the same number of steps, a short one of an absolute grid included.
         `given` are the response positions that hold a token from the start; a block without open
         positions has no step. `request` decides hitting times.
         """
-        plan, taken = [], {prompt_length + position for position in given}
+        plan, taken = [], {prompt + position for position in given}
         grid = BlockGrid(self.config.block_size, origin)
-        for start, stop in grid.blocks(prompt_length, self.config.gen_length):
+        for start, stop in grid.blocks(prompt, self.config.gen_length):
             places = [position for position in range(start, stop) if position not in taken]
             left = total = len(places)
             count, spare = (total, self.spare) if self.revising else (0, 0)

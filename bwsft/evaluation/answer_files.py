@@ -14,13 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from bwsft.evaluation.answers import (
-    format_number,
-    numbers_equal,
-    reference_answer,
-    single_number,
-    split_end,
-)
+from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.math_equality import same_spelling
 from bwsft.utils import strict_json
 
@@ -53,7 +47,7 @@ def _number_text(token: str) -> str:
     if not math.isfinite(float(token)) or len(token) > 400:
         raise ValueError(f"{token[:40]} is no number of a sensible size")
     # An exact 1e-999999999 has a billion digits, and no float below 1e-330 differs from 0.
-    return format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
+    return scoring.format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
 
 
 def _document(text: str, path: Path, line: int = 1) -> object:
@@ -70,19 +64,23 @@ def _document(text: str, path: Path, line: int = 1) -> object:
         raise ValueError(f"{path}:{line}: {str(error).removeprefix('is ')}") from error
 
 
+def read_text(path: Path) -> str:
+    """The text of a file. FileNotFoundError, or ValueError for what is not UTF-8."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
 def read_records(path: Path | str) -> tuple[list[dict], dict]:
     """The records of a file, and the scalars beside a "generations" list (settings of that run).
 
     JSON floats arrive as exact text. FileNotFoundError, or ValueError with the place.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    found, header = _records_of(text, path)
+    found, header = _records_of(read_text(path), path)
     for number, record in enumerate(found, 1):
         if not isinstance(record, dict):
             raise ValueError(f"{path}: record {number} is a {type(record).__name__}, not an object")
@@ -108,12 +106,13 @@ def _records_of(text: str, path: Path) -> tuple[list, dict]:
     raise ValueError(f'{path}: needs JSONL, a list, or an object with a list under "generations"')
 
 
-def _pick(record: dict, fields: Iterable[str]):
+def _pick(record: dict, fields: Iterable[str]) -> tuple[object, str | None]:
     """The first of the fields that the record fills, and its name."""
     return next(((record[f], f) for f in fields if record.get(f) is not None), (None, None))
 
 
-def _needed(record: dict, what: str, fields: tuple[str, ...], place: str):
+def needed(record: dict, what: str, fields: tuple[str, ...], place: str) -> tuple[object, str]:
+    """The first of the fields that the record fills, and its name; ValueError if it fills none."""
     value, name = _pick(record, fields)
     if name is None:
         raise ValueError(f"{place} has no {what}: it needs one of {', '.join(fields)} "
@@ -122,7 +121,7 @@ def _needed(record: dict, what: str, fields: tuple[str, ...], place: str):
 
 
 def _question(record: dict, place: str) -> tuple[str, str]:
-    value, name = _needed(record, "question", QUESTION_FIELDS, place)
+    value, name = needed(record, "question", QUESTION_FIELDS, place)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{place}: field {name} must be a question's text")
     return value, name
@@ -133,8 +132,8 @@ def _reference(value: object, task: str, place: str) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ValueError(f"{place}: a reference must be text or a number, got {value!r:.60}")
-    reference = reference_answer(str(value), task)
-    if task == "gsm8k" and single_number(reference) is None:
+    reference = scoring.reference_answer(str(value), task)
+    if task == "gsm8k" and scoring.single_number(reference) is None:
         raise ValueError(f"{place}: reference {reference[:60]!r} is no number; "
                          "for LaTeX answers use --task math")
     return reference
@@ -150,7 +149,7 @@ def read_references(path: Path | str, task: str) -> dict[str, tuple[str, str]]:
     for number, record in enumerate(read_records(path)[0], 1):
         place = f"{path}: record {number}"
         question, _ = _question(record, place)
-        answer, _ = _needed(record, "answer", ANSWER_FIELDS, place)
+        answer, _ = needed(record, "answer", ANSWER_FIELDS, place)
         reference = _reference(answer, task, place)
         if reference is None:
             raise ValueError(f"{place} has an empty answer")
@@ -172,7 +171,7 @@ def read_outputs(path: Path | str, task: str) -> tuple[list[Output], dict, list[
     for number, record in enumerate(records, 1):
         place = f"{path}: record {number}"
         question, question_name = _question(record, place)
-        texts, output_name = _needed(record, "output", OUTPUT_FIELDS, place)
+        texts, output_name = needed(record, "output", OUTPUT_FIELDS, place)
         truth, truth_name = _pick(record, TRUTH_FIELDS)
         texts = texts if isinstance(texts, list) else [texts]
         if not texts or not all(isinstance(text, str) for text in texts):
@@ -194,18 +193,16 @@ def join(outputs: list[Output], references: dict | None) -> tuple[list[Output], 
     Truncation: what the source says; else, if any output of the set carries an end token, the
     outputs without one; else unknown.
     """
-    split = [split_end(output.text) for output in outputs]
+    split = [scoring.split_end(output.text) for output in outputs]
     marked = any(ended for _, ended in split)
     joined, conflicts = [], 0
     for output, (text, ended) in zip(outputs, split, strict=True):
-        truncated = output.truncated
-        if truncated is None and marked:
-            truncated = not ended
+        truncated = not ended if output.truncated is None and marked else output.truncated
         reference = output.reference
         if references is not None:
             _, reference = references.get(question_key(output.question), (None, None))
             conflicts += bool(reference and output.reference) and not (
-                numbers_equal(reference, output.reference)
+                scoring.numbers_equal(reference, output.reference)
                 or same_spelling(reference, output.reference))
         joined.append(replace(output, text=text, reference=reference, truncated=truncated))
     return joined, conflicts

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from bisect import bisect_left
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -97,18 +98,14 @@ def single_number(fragment: str) -> Fraction | None:
 
 def format_number(value: Fraction) -> str:
     """Shortest exact text: "18", "-2.5", and "2/3" where no finite decimal exists."""
-    twos, rest = 0, value.denominator
-    while rest % 2 == 0:
-        twos, rest = twos + 1, rest // 2
-    fives = 0
-    while rest % 5 == 0:
-        fives, rest = fives + 1, rest // 5
-    if rest != 1:
-        return f"{value.numerator}/{value.denominator}"
-    digits = max(twos, fives)
+    bottom = value.denominator  # of a finite decimal it divides a power of 10
+    places = range(bottom.bit_length())
+    digits = bisect_left(places, True, key=lambda n: pow(10, n, bottom) == 0)
+    if digits == len(places):
+        return f"{value.numerator}/{bottom}"
     if digits == 0:
         return str(value.numerator)
-    scaled = str(abs(value.numerator) * 10**digits // value.denominator).rjust(digits + 1, "0")
+    scaled = str(abs(value.numerator) * 10**digits // bottom).rjust(digits + 1, "0")
     return f"{'-' if value < 0 else ''}{scaled[:-digits]}.{scaled[-digits:]}"
 
 
@@ -194,8 +191,7 @@ def extract_gsm8k(text: str) -> Extraction:
         # Prose goes on in many ways ("the answer is the sum of 5 and 6").
         if (number := _first_number(line, anywhere=False)) is not None:
             return Extraction(number, "prose")
-    found = numbers_in(text)
-    if found:
+    if found := numbers_in(text):
         return Extraction(format_number(found[-1]), "last_number")
     return Extraction(None, "none")
 

@@ -16,11 +16,7 @@ TEST_SEED = 1  # of the test problems: another seed than the training data's, an
 
 
 def solve(
-    trained: Trained,
-    problems: list[dict],
-    config: c.Config,
-    name: str,
-    context: str | None = None,
+    trained: Trained, problems: list[dict], config: c.Config, name: str, context: str | None = None
 ) -> tuple[list[bool], list[Generation]]:
     """Decode the problems, one token a step; returns (which are right, the generations).
 
@@ -29,16 +25,11 @@ def solve(
     """
     template = Template(trained.tokenizer, config.dataset.template)
     prompts = template.encode_prompts([p["query"] for p in problems])
-    decode = DecodeConfig(
-        gen_length=config.gen_length,
-        block_size=config.block_size,
-        batch_size=50,
-        context=context or (trained.state["config"]["context"] if trained.state else "exact"),
-    )
-    generations: list = [None] * len(problems)
+    context = context or (trained.state["config"]["context"] if trained.state else "exact")
+    decode = DecodeConfig(config.gen_length, config.block_size, context=context, batch_size=50)
     stream = decode_stream(trained.backbone, prompts, decode, trace=True)
-    for i, generation in tqdm(stream, total=len(problems), desc=f"decoding, {name}"):
-        generations[i] = generation
+    found = dict(tqdm(stream, total=len(problems), desc=f"decoding, {name}"))
+    generations = [found[i] for i in range(len(problems))]
     solved = []
     for problem, generation in zip(problems, generations, strict=True):
         answer, _ = scoring.extract_gsm8k(trained.tokenizer.decode(generation.tokens))

@@ -50,18 +50,13 @@ Request = tuple[Sequence[int], Sequence[int]]
 class LikelihoodConfig:
     """How likelihoods are estimated. ValueError, naming the field, for values that can't be."""
 
-    draws: int = 128
-    """Sampled masks per request, K."""
+    draws: int = 128  # sampled masks per request, K
+    # Masks of an exact, evenly spread count; or Bernoulli marks at an evenly spread rate.
     estimator: Literal["count", "rate"] = "count"
-    """Masks of an exact, evenly spread count; or Bernoulli marks at an evenly spread rate."""
-    block_size: int | None = None
-    """Tokens in a block; None: the whole response in any order, with nothing after it."""
-    gen_length: int = 128
-    """With block_size: the canvas is [MASK] to prompt + so many positions."""
-    seed: int = 0
-    """Seed of the masks, which depend on it and on the request's tokens alone."""
-    batch_size: int = 32
-    """Sequences per forward; no result depends on it."""
+    block_size: int | None = None  # None: the whole response in any order, with nothing after it
+    gen_length: int = 128  # with block_size: the canvas is [MASK] to prompt + so many positions
+    seed: int = 0  # of the masks, which depend on it and on the request's tokens alone
+    batch_size: int = 32  # sequences per forward; no result depends on it
 
     def __post_init__(self) -> None:
         for name in ("draws", "batch_size"):
@@ -99,21 +94,19 @@ def log_likelihoods(
     config = config or LikelihoodConfig()
     for number, request in enumerate(requests):
         check(number, request, backbone.family, config)
-    found, waiting = [], []
-    with decoding(backbone, backbone.head()[0]), tqdm(
-        total=len(requests), desc="likelihoods", unit=" requests", disable=len(requests) < 2
-    ) as bar:
-        for request in requests:
+    found = []
+
+    def all_sequences() -> Iterator[tuple]:
+        for request in tqdm(requests, "likelihoods", unit=" requests", disable=len(requests) < 2):
             masks = masks_of(request, backbone.family, config)
             found.append((masks, scores := np.zeros(len(masks.weight))))
-            sets = sequences(request, masks, backbone.family, config)
-            waiting += ((scores, i, sequence) for i, sequence in sets)
-            while len(waiting) >= config.batch_size:
-                settle(backbone, waiting[: config.batch_size])
-                del waiting[: config.batch_size]
-            bar.update()
-        if waiting:
-            settle(backbone, waiting)
+            for i, sequence in sequences(request, masks, backbone.family, config):
+                yield scores, i, sequence
+
+    waiting = all_sequences()
+    with decoding(backbone, backbone.head()[0]):
+        while batch := list(itertools.islice(waiting, config.batch_size)):
+            settle(backbone, batch)
     return [estimate(*pair) for pair in found]
 
 
@@ -144,13 +137,9 @@ def canvas(request: Request, family: Family, config: LikelihoodConfig) -> int:
     if config.block_size is None:
         return prompt + response
     layout = CanvasLayout(
-        mask_id=family.mask_id,
-        eos_id=family.eos_id,
-        block_size=config.block_size,
-        gen_length=config.gen_length,
-        block_origin=family.block_origin,
-        fill=False,
-    )
+        mask_id=family.mask_id, eos_id=family.eos_id, block_size=config.block_size,
+        gen_length=config.gen_length, block_origin=family.block_origin, fill=False,
+    )  # fmt: skip
     return layout.lengths(prompt, response)[1]
 
 
@@ -160,10 +149,8 @@ def masks_of(request: Request, family: Family, config: LikelihoodConfig) -> Mask
     size = config.block_size
     grid = BlockGrid(n) if size is None else BlockGrid(size, family.block_origin)
     blocks = [(start - prompt, stop - prompt) for start, stop in grid.blocks(prompt, n)]
-    # Above 2^30 sets nobody sums them all.
-    if max(b - a for a, b in blocks) <= 30:
-        if sum(2 ** (b - a) - 1 for a, b in blocks) <= config.draws:
-            return all_sets(blocks, n)
+    if sum(2 ** (stop - start) - 1 for start, stop in blocks) <= config.draws:
+        return all_sets(blocks, n)
     return sampled_sets(blocks, n, request_id(request), config)
 
 
@@ -193,9 +180,8 @@ def sampled_sets(
     block = torch.searchsorted(stops, point >> 24, right=True)
     start, stop = starts[block], stops[block]
     active = (place >= start[:, None]) & (place < stop[:, None])
-    word = philox_u24(
-        place[None], draw[:, None], number, seed=config.seed, stream=Stream.MARKS
-    ).masked_fill(~active, ONE24)
+    word = philox_u24(place[None], draw[:, None], number, seed=config.seed, stream=Stream.MARKS)
+    word = word.masked_fill(~active, ONE24)
     if config.estimator == "count":
         count = 1 + (point >> 24) - start
         rank = word.argsort(dim=1, stable=True).argsort(dim=1)
@@ -234,23 +220,16 @@ def settle(backbone: Backbone, waiting: list[tuple]) -> None:
     lengths = torch.tensor([len(sequence) for sequence in ids])
     edges = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     owner = torch.repeat_interleave(torch.tensor([len(p) for p in places]))
-    packed = [
-        torch.cat(ids),
-        torch.cat([torch.arange(n) for n in lengths.tolist()]),
-        edges.int(),
-        torch.cat(places) + edges[owner],
-        torch.cat(targets),
-    ]
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in ids])
+    index = torch.cat(places) + edges[owner]
+    packed = torch.cat(ids), positions, edges.int(), index, torch.cat(targets)
     weight, bias = backbone.head()
     ids, positions, edges, index, target = (tensor.to(weight.device) for tensor in packed)
     hidden = backbone.hidden_states(ids, positions, edges, max_length=int(lengths.max()))
+    hidden = hidden.index_select(0, backbone.predicting_rows(index))
+    softcap = backbone.family.softcap
     loss = linear_cross_entropy(
-        hidden.index_select(0, backbone.predicting_rows(index)),
-        weight,
-        target,
-        linear_bias=bias,
-        softcap=backbone.family.softcap,
-        reduction="none",
+        hidden, weight, target, linear_bias=bias, softcap=softcap, reduction="none"
     )
     sums = torch.zeros(len(waiting), dtype=torch.float64)
     sums.index_add_(0, owner, -loss.double().cpu())

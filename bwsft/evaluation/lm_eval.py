@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from bwsft.data.chat_template import Template
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
@@ -72,22 +71,19 @@ class BwsftLM(TemplateLM):
             options["device"] = "cpu"  # the harness' command line says cuda:0 unless told otherwise
         _known(options, OPTIONS, "model_args")
         self.decoder = Decoder.load(pretrained, DecoderOptions(**options))
-        if self.decoder.config.context != "exact":
+        if (context := self.decoder.config.context) != "exact":
             logger.warning(
                 "answers are decoded under context %s, likelihoods are bounds under context exact",
-                self.decoder.config.context,
+                context,
             )
         self.tokenizer = self.decoder.trained.tokenizer
         self.family = self.decoder.trained.backbone.family
         self.greedy = greedy
+        config = self.decoder.config
         self.likelihood = LikelihoodConfig(
-            draws=draws,
-            estimator=estimator,
-            block_size=self.decoder.config.block_size if blockwise else None,
-            gen_length=self.decoder.config.gen_length,
-            seed=likelihood_seed,
-            batch_size=self.decoder.config.batch_size,
-        )
+            draws=draws, estimator=estimator, block_size=config.block_size if blockwise else None,
+            gen_length=config.gen_length, seed=likelihood_seed, batch_size=config.batch_size,
+        )  # fmt: skip
 
     @property
     def eot_token_id(self) -> int:
@@ -111,10 +107,9 @@ class BwsftLM(TemplateLM):
         )
 
     def _prompt(self, context: str) -> list[int]:
-        template: Template = self.decoder.template
-        if template.name == "none":
+        if self.decoder.template.name == "none":
             return self.tok_encode(context)
-        return template.encode_prompts([context])[0]
+        return self.decoder.template.encode_prompts([context])[0]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if self.decoder.template.name == "none":

@@ -14,15 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from bwsft.evaluation import answer_files as files
 from bwsft.evaluation import answers as scoring
-from bwsft.evaluation.answer_files import (
-    Output,
-    join,
-    question_key,
-    read_outputs,
-    read_references,
-    refuse_foreign,
-)
+from bwsft.evaluation.answer_files import Output, question_key
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling
 from bwsft.utils.files import write_atomic
 
@@ -65,17 +59,17 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
     stem = (options.outputs or options.model).stem
     save = options.save or Path("runs/evaluate") / f"{options.task}-{stem}-{run[:8]}.jsonl"
     for path in filter(None, (options.json, save)):
-        refuse_foreign(path, run)
+        files.refuse_foreign(path, run)
 
-    references = read_references(options.data, options.task) if options.data else None
+    references = files.read_references(options.data, options.task) if options.data else None
     header, unused = {}, []
     with MathVerifier() if options.task == "math" else nullcontext() as verifier:
         if options.outputs:
-            outputs, header, unused = read_outputs(options.outputs, options.task)
+            outputs, header, unused = files.read_outputs(options.outputs, options.task)
             outputs = outputs[: options.limit]
         else:
             outputs = _decoded(references, options.limit, decode)
-        joined, conflicts = join(outputs, references)
+        joined, conflicts = files.join(outputs, references)
         if not any(output.reference for output in joined):
             raise ValueError(_nothing_joined(options, joined, unused))
         records = score(joined, options.task, verifier)
@@ -85,15 +79,12 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
     result["not_attempted"] = None if references is None else len(references.keys() - answered)
     result["conflicting_references"] = conflicts
     result |= {"unused_fields": unused, "source": header, "settings": settings, "saved": str(save)}
-    _write(save, "".join(json.dumps({"run": run, **record}) + "\n" for record in records))
-    if options.json:
-        _write(options.json, json.dumps(result, indent=2) + "\n")
+    lines = "".join(json.dumps({"run": run, **record}) + "\n" for record in records)
+    for path, text in ((save, lines), (options.json, json.dumps(result, indent=2) + "\n")):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, text)
     return result
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)
 
 
 def _check(options: EvaluateOptions, decode: Decode | None) -> None:

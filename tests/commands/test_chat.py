@@ -157,7 +157,8 @@ def test_a_context_that_the_model_cannot_have_is_refused(conversation):
 
 
 def test_a_context_that_is_not_the_trained_one_is_named(conversation):
-    now = dataclasses.replace(conversation(), trained="block_causal")
+    now = conversation()
+    now.decoder = dataclasses.replace(now.decoder, trained_in="block_causal")
     assert now.command("/context cached") == (
         "context: cached; the model was trained with --context block_causal and decodes with cached"
     )

@@ -14,7 +14,7 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints import folders as k
 from bwsft.checkpoints.state import read_state
-from bwsft.commands.result_file import ResultFile
+from bwsft.commands.generate import ResultFile
 from bwsft.data import token_cache
 from bwsft.data.dataset import load_set
 from bwsft.data.tokenizer import load_tokenizer

@@ -343,7 +343,7 @@ def test_no_rule_reads_back_from_the_device(fields, monkeypatch):
     model = Biased([0.9, 0.0, 5.0])
     config = DecodeConfig(8, 4, temperature=1.0, **fields)
     rows = make_rows([[0], [0] * 3], None, [0, 1], model.family, config)
-    canvas = Canvas.begin(rows, model.family, model.weight, config.method.dynamic)
+    canvas = Canvas.begin(rows, model.family, model.weight)
     context = config.method.context_type.begin(model, config, canvas)
     with Reads() as reads:
         for step in range(1 if config.method.dynamic else 8):

@@ -12,7 +12,7 @@ from tiny_decoding import MASK, MODES, bounds_of, history, model_of, prompts_of
 from tiny_modes import PLACE, held_out, mode_of
 
 from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.decoding.canvas import Canvas, Row
+from bwsft.decoding.canvas import Canvas, Row, span_of
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.generate import generate
@@ -161,10 +161,10 @@ def decoder_loss(model, context, noisy, start, rows, target, weight):
         block = range(int(start[s]), int(start[s]) + 4)
         response = [MASK if p in block else ids[p] for p in range(prompt, len(ids))]
         decoded.append(Row(s, s, ids[:prompt], response, []))
-    canvas = Canvas.begin(decoded, model.family, model.head()[0], dynamic=True)
+    canvas = Canvas.begin(decoded, model.family, model.head()[0])
     cache = DecodeContext.begin(model, config, canvas)
     turns = [PlannedStep(int(n), int(n) + 4, 4, 0, 0) for n in start]
-    span = canvas.active(turns, 0)[0]
+    span = span_of([t.start for t in turns], [t.stop for t in turns], canvas.ids.device)
     cache.hidden(canvas, turns, span)
     canvas.ids.copy_(noisy.ids)
     turns = [dataclasses.replace(turn, number=1) for turn in turns]

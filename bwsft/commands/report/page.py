@@ -61,12 +61,11 @@ def run_report(options: ReportOptions) -> int:
 
 def page(data: dict) -> str:
     """The HTML text with `data` in it, read back by JSON.parse."""
-    # "<" would let a sample's text end the script element that holds it.
-    embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     parts = {
         "title": html.escape(f"bwsft report: {data['name']}"),
         "style": (PAGE / "report.css").read_text(encoding="utf-8"),
-        "data": embedded,
+        # "<" would let a sample's text end the script element that holds it.
+        "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         "script": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
     template = (PAGE / "template.html").read_text(encoding="utf-8")
@@ -173,8 +172,8 @@ def config_table(config: c.Config) -> dict:
 def provenance(config: c.Config, checkpoint: Path | None) -> list[list[str]]:
     """Where the figures come from. Versions are those that wrote the checkpoint."""
     now, then = versions(), {}
-    found = [["model", config.model or ("random" if config.tokenizer else "the embedded base")]]
-    found += [["data", config.data or "generated word problems"]]
+    model = config.model or ("random" if config.tokenizer else "the embedded base")
+    found = [["model", model], ["data", config.data or "generated word problems"]]
     if checkpoint is not None:
         state = read_state(checkpoint)
         found += [["checkpoint", checkpoint.name], ["data fingerprint", state["data"]]]

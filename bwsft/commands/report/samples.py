@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,25 +75,18 @@ def decoded(
         backbone.family = dataclasses.replace(backbone.family, end_ids=ends)
         return Trained(backbone, tokenizer, None, plan.base)
 
-    def newest() -> Trained:
-        return load_trained(str(checkpoint), device=options.device)
-
-    columns = [answers("base", base, template, start_mode(config, plan.family), prompts, settings)]
-    notes = []
+    models, notes = [("base", base, start_mode(config, plan.family))], []
     if checkpoint is None:
         notes.append("No checkpoint yet: the samples are the base's.")
     else:
-        columns.append(
-            answers(checkpoint.name, newest, template, config.context, prompts, settings)
-        )
-    texts = [
-        (question(tokenizer, data.examples.prompt(i)), plain(tokenizer, data.examples.response(i)))
-        for i in chosen
-    ]
-    samples = [
-        {"question": asked, "reference": truth, "answers": list(row)}
-        for (asked, truth), row in zip(texts, zip(*columns, strict=True), strict=True)
-    ]
+        newest = functools.partial(load_trained, str(checkpoint), device=options.device)
+        models.append((checkpoint.name, newest, config.context))
+    columns = [answers(*model, template, prompts, settings) for model in models]
+    samples = []
+    for i, row in zip(chosen, zip(*columns, strict=True), strict=True):
+        asked = question(tokenizer, data.examples.prompt(i))
+        truth = plain(tokenizer, data.examples.response(i))
+        samples.append({"question": asked, "reference": truth, "answers": list(row)})
     return samples, notes
 
 
@@ -108,8 +102,8 @@ def start_mode(config: c.Config, family: Family) -> str:
 def answers(
     name: str,
     load: Callable[[], Trained],
-    template: Template,
     context: str,
+    template: Template,
     prompts: list[list[int]],
     settings: DecodeConfig,
 ) -> list[dict]:
@@ -125,16 +119,12 @@ def answer(name: str, decoder: Decoder, prompt: list[int], generation: Generatio
     record = decoder.trace_record(generation)
     record["commits"] = [[*commit[:3], round(commit[3], 4)] for commit in record["commits"]]
     grid = BlockGrid(config.block_size, family.block_origin)
+    offset = len(prompt) - grid.start(len(prompt))  # of the response in its first block
+    text, end_ids = decoder.text(generation.tokens), list(family.end_ids)
     return {
-        **record,
-        "name": name,
-        "context": config.context,
-        "text": decoder.text(generation.tokens),
-        "ended": generation.ended,
-        "steps": generation.steps,
-        "offset": len(prompt) - grid.start(len(prompt)),  # of the response in its first block
-        "end_ids": list(family.end_ids),
-    }
+        **record, "name": name, "context": config.context, "text": text, "ended": generation.ended,
+        "steps": generation.steps, "offset": offset, "end_ids": end_ids,
+    }  # fmt: skip
 
 
 def plain(tokenizer: Any, ids: Tensor) -> str:
