@@ -20,12 +20,7 @@ PAIR = {"query": "1+1?", "response": "2"}
         {"problem": "1+1?", "solution": "2", "answer": "two"},
         {"prompt": "1+1?", "response": "2"},
         {"prompt": "1+1?", "completion": "2", "response": None},
-        {
-            "messages": [
-                {"role": "user", "content": "1+1?"},
-                {"role": "assistant", "content": "2"},
-            ],
-        },
+        {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]},
         b'{"query": "1+1?", "response": "2"}\r\n',
     ],
 )

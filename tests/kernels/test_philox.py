@@ -5,14 +5,7 @@ import math
 import pytest
 import torch
 from bwsft_kernels import philox_uniform
-from bwsft_kernels.philox import (
-    Stream,
-    gumbel,
-    gumbel_key,
-    gumbel_u24,
-    philox_u24,
-    philox_words,
-)
+from bwsft_kernels.philox import Stream, gumbel, gumbel_key, gumbel_u24, philox_u24, philox_words
 
 ONES = 0xFFFFFFFF
 KNOWN = [  # counter, key, words: the published vectors of Philox4x32-10

@@ -188,9 +188,7 @@ BAD = {
     "objective.pairs": dict(weight="rate", empty="skip", pairs=True),
     "continuous rates": dict(weight="discrete", empty="skip", low=0.1),
     "needs --objective.weight discrete": dict(discrete=DiscreteConfig(steps=5)),
-    r"\[1, 65536\]": dict(
-        weight="discrete", empty="skip", discrete=DiscreteConfig(steps=65537)
-    ),
+    r"\[1, 65536\]": dict(weight="discrete", empty="skip", discrete=DiscreteConfig(steps=65537)),
     "belongs to blockwise": dict(name="mdlm", blocks="rising"),
 }
 

@@ -53,9 +53,7 @@ def test_a_traversal_visits_every_block_once(origin):
     batch = batch_of(LENGTHS, origin=origin)
     counts = blockwise.num_blocks(batch, spec).tolist()
     grid = (0, 0, 0, 0, 0, 0) if origin == "response" else (3, 1, 2, 3, 1, 0)
-    assert counts == [
-        math.ceil((into + r) / 4) for (_, r), into in zip(LENGTHS, grid, strict=True)
-    ]
+    assert counts == [math.ceil((into + r) / 4) for (_, r), into in zip(LENGTHS, grid, strict=True)]
     orders = set()
     for traversal in range(4):
         for s, m in enumerate(counts):

@@ -22,9 +22,7 @@ LAYOUT = CanvasLayout(mask_id=MASK, eos_id=98, canvas="response")
 
 
 def batch_of(count, first=0, length=N):
-    return pack(
-        [Example(np.arange(2), np.arange(length), first + i) for i in range(count)], LAYOUT
-    )
+    return pack([Example(np.arange(2), np.arange(length), first + i) for i in range(count)], LAYOUT)
 
 
 def prepare(group=None, **changes):
@@ -77,9 +75,7 @@ def test_the_marginal_of_a_stratified_time_is_uniform():
     """The second of 4 strata: mean 3/8, 5 standard errors of a uniform on a quarter."""
     options = prepare()
     t24 = mdlm.times(batch_of(4000), options, Place(0, 0, 4000, 1))
-    one = torch.cat(
-        [mdlm.times(batch_of(1, i), options, Place(0, 1, 4, 1)) for i in range(500)]
-    )
+    one = torch.cat([mdlm.times(batch_of(1, i), options, Place(0, 1, 4, 1)) for i in range(500)])
     e = (one - options.low).double() / (options.high - options.low)
     assert ((e >= 0.25) & (e < 0.5)).all()
     assert abs(float(e.mean()) - 0.375) < 5 * 0.25 / math.sqrt(12 * 500)

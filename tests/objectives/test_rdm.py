@@ -96,9 +96,7 @@ def test_levels_are_uniform():
 def test_coupled_masks_are_nested_and_independent_at_equal_levels():
     count, levels = 12_000, 4
     options, batch = prepare(levels, "linear", 0.1, True), batch_of(count)
-    one, two = (
-        rdm.level(batch, options, 2 * batch.visits + half) for half in (0, 1)
-    )
+    one, two = (rdm.level(batch, options, 2 * batch.visits + half) for half in (0, 1))
     high, low = torch.maximum(one, two), torch.minimum(one, two)
     views = list(options.draws(batch, None, None))
     assert len(views) == 2
