@@ -80,20 +80,17 @@ def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folde
     assert first["flops"] < second["flops"]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--modes exact,warm", "--modes has 'warm': choose from exact"),
-        ("--modes exact", "at least two modes, each once"),
-        ("--modes exact,exact", "at least two modes, each once"),
-        ("--context exact", "leave it out"),
-        ("--rule apd --mixture 1", "rule apd decodes under context exact alone"),
-        ("--refresh 2", "--refresh does not fit every context mode"),
-        ("--cfg-scale 1", "--cfg-scale does not fit"),
-        ("--suffix absent", "--suffix does not fit"),
-        ("--limit 0", "--limit must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--modes exact,warm", "--modes has 'warm': choose from exact"),
+    ("--modes exact", "at least two modes, each once"),
+    ("--modes exact,exact", "at least two modes, each once"),
+    ("--context exact", "leave it out"),
+    ("--rule apd --mixture 1", "rule apd decodes under context exact alone"),
+    ("--refresh 2", "--refresh does not fit every context mode"),
+    ("--cfg-scale 1", "--cfg-scale does not fit"),
+    ("--suffix absent", "--suffix does not fit"),
+    ("--limit 0", "--limit must be at least 1"),
+])
 def test_what_compares_nothing_is_one_line(questions, capsys, words, message):
     assert main(["compare", "--data", str(questions), *words.split()]) == 2
     assert message in capsys.readouterr().err

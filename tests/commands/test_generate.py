@@ -190,15 +190,12 @@ def test_a_trace_tells_every_commitment(run_folder, prompts, tmp_path):
             assert row["tokens"][str(token)] == tokenizer.decode([token])
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("p.txt", "1+1\n\nWhat?\n"),
-        ("p", "\ufeff1+1\r\nWhat?"),
-        ("p.json", '[{"query": "1+1"}, {"prompt": "What?"}]'),
-        ("p.jsonl", '{"problem": "1+1", "answer": 2.5}\n\n{"question": "What?"}'),
-    ],
-)
+@pytest.mark.parametrize("name, content", [
+    ("p.txt", "1+1\n\nWhat?\n"),
+    ("p", "\ufeff1+1\r\nWhat?"),
+    ("p.json", '[{"query": "1+1"}, {"prompt": "What?"}]'),
+    ("p.jsonl", '{"problem": "1+1", "answer": 2.5}\n\n{"question": "What?"}'),
+])
 def test_prompt_files(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content.encode())
@@ -206,16 +203,13 @@ def test_prompt_files(tmp_path, name, content):
     assert found == ["1+1", "What?"]
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ('{"question": "a"}\n{"answer": "b"}\n', "record 2 has no prompt: it needs one of"),
-        ('{"question": "a"}\n{"question": 3}\n', "prompt 2 has no text"),
-        ('{"question": " "}\n', "prompt 1 has no text"),
-        ('{"question": "a"}\n{"que', "p.jsonl:2:"),
-        ("", "holds no records"),
-    ],
-)
+@pytest.mark.parametrize("content, message", [
+    ('{"question": "a"}\n{"answer": "b"}\n', "record 2 has no prompt: it needs one of"),
+    ('{"question": "a"}\n{"question": 3}\n', "prompt 2 has no text"),
+    ('{"question": " "}\n', "prompt 1 has no text"),
+    ('{"question": "a"}\n{"que', "p.jsonl:2:"),
+    ("", "holds no records"),
+])
 def test_bad_prompt_files_are_named_with_the_place(tmp_path, content, message):
     path = tmp_path / "p.jsonl"
     path.write_text(content)
@@ -223,25 +217,22 @@ def test_bad_prompt_files_are_named_with_the_place(tmp_path, content, message):
         infer.read_questions(GenerateOptions(prompts=path, out=tmp_path / "o"))
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"prompt": None}, "either --prompt TEXT or --prompts FILE"),
-        ({"prompts": "p.txt"}, "either --prompt TEXT or --prompts FILE"),
-        ({"prompt": ""}, "--prompt: prompt 1 has no text"),
-        ({"prompt": None, "prompts": "p.txt"}, "--prompts needs --out"),
-        ({"resume": True}, "--resume goes on with an --out file"),
-        ({"out": "x", "trace": "x"}, "name the same file"),
-        ({"out": "."}, "is a folder"),
-        ({"block_size": 5}, "block_size 5 must divide gen_length 12"),
-        ({"block_size": 5, "gen_length": 12, "model": "not there"}, "block_size 5 must divide"),
-        ({"steps": 4}, "steps 4 must be a multiple of the number of blocks, 3"),
-        ({"gen_length": 256, "out": "o"}, "prompt 0 has 3 tokens: with gen_length 256"),
-        ({"prompt": "a\udc80"}, "--prompt: prompt 1 is not valid text"),
-        ({"device": "tpu"}, "--device tpu"),
-        ({"tokenizer": "not there"}, "not there"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"prompt": None}, "either --prompt TEXT or --prompts FILE"),
+    ({"prompts": "p.txt"}, "either --prompt TEXT or --prompts FILE"),
+    ({"prompt": ""}, "--prompt: prompt 1 has no text"),
+    ({"prompt": None, "prompts": "p.txt"}, "--prompts needs --out"),
+    ({"resume": True}, "--resume goes on with an --out file"),
+    ({"out": "x", "trace": "x"}, "name the same file"),
+    ({"out": "."}, "is a folder"),
+    ({"block_size": 5}, "block_size 5 must divide gen_length 12"),
+    ({"block_size": 5, "gen_length": 12, "model": "not there"}, "block_size 5 must divide"),
+    ({"steps": 4}, "steps 4 must be a multiple of the number of blocks, 3"),
+    ({"gen_length": 256, "out": "o"}, "prompt 0 has 3 tokens: with gen_length 256"),
+    ({"prompt": "a\udc80"}, "--prompt: prompt 1 is not valid text"),
+    ({"device": "tpu"}, "--device tpu"),
+    ({"tokenizer": "not there"}, "not there"),
+])
 def test_bad_options_are_one_sentence(run_folder, tmp_path, monkeypatch, changes, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.txt").write_text("text")

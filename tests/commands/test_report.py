@@ -204,15 +204,12 @@ def test_the_page_asks_the_network_for_nothing():
     assert "default-src 'none'" in text
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["gone"], "gone is not a run folder: it has no config.json"),
-        (["RUN", "--samples", "-1"], "--samples must be at least 0"),
-        (["RUN", "--steps", "3"], "steps 3 must be a multiple of the number of blocks, 4"),
-        (["RUN", "--out", "RUN"], "is a folder: name a file"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    (["gone"], "gone is not a run folder: it has no config.json"),
+    (["RUN", "--samples", "-1"], "--samples must be at least 0"),
+    (["RUN", "--steps", "3"], "steps 3 must be a multiple of the number of blocks, 4"),
+    (["RUN", "--out", "RUN"], "is a folder: name a file"),
+])
 def test_what_cannot_be_reported_is_refused(tmp_path, capsys, words, message):
     run = str(small_run(tmp_path / "run"))
     assert main(["report", *(run if word == "RUN" else word for word in words)]) == 2

@@ -65,13 +65,10 @@ def test_a_png_is_drawn_from_what_generate_writes(model_folder, tmp_path, capsys
     assert "1+1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"commits": []}, {"commits": [[0, 6, 7, 0.5]]}, {"commits": [[0, 1, 3, 0.5]]},
-        {"commits": [[0, 1, 7]]}, {"tokens": None}, {"block_size": 0}, {"gen_length": "x"},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"commits": []}, {"commits": [[0, 6, 7, 0.5]]}, {"commits": [[0, 1, 3, 0.5]]},
+    {"commits": [[0, 1, 7]]}, {"tokens": None}, {"block_size": 0}, {"gen_length": "x"},
+])  # fmt: skip
 def test_what_is_no_trace_is_refused(tmp_path, capsys, changes):
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps({**RECORD, **changes}) + "\n")

@@ -147,23 +147,20 @@ def test_special_tokens_that_swallow_blanks():
     assert len(expected) == 3
 
 
-@pytest.mark.parametrize(
-    ("chat_template", "turns", "complaint"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", [], "refuses .*roles must alternate"),
-        ("no messages here", [], "every message once and in order"),
-        (
-            "{% for m in messages %}{{ m['content'] | replace(' ', '') }}{% endfor %}",
-            [],
-            "changes the blanks",
-        ),
-        (
-            "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}{% endfor %}",
-            [("user", "a"), ("assistant", "hm</think>b"), ("user", "c")],
-            "rewrites the text",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("chat_template", "turns", "complaint"), [
+    ("{{ raise_exception('roles must alternate') }}", [], "refuses .*roles must alternate"),
+    ("no messages here", [], "every message once and in order"),
+    (
+        "{% for m in messages %}{{ m['content'] | replace(' ', '') }}{% endfor %}",
+        [],
+        "changes the blanks",
+    ),
+    (
+        "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}{% endfor %}",
+        [("user", "a"), ("assistant", "hm</think>b"), ("user", "c")],
+        "rewrites the text",
+    ),
+])
 def test_templates_that_cannot_be_taken_apart(chat_template, turns, complaint):
     tokenizer = byte_tokenizer(chat_template)
     with pytest.raises(ValueError, match=complaint):

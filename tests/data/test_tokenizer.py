@@ -48,16 +48,13 @@ def decoder(tmp_path, tokenizer_folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "lacks mask_token_id: an autoregressive model has none; train it with --mask-token"),
-        (["--mask-token", "<|new|>"], "lacks logit_shift: an autoregressive"),
-        (["--mask-token", "7", "--logit-shift", "1"], "'7' is text of its own"),
-        (["--mask-token", "", "--logit-shift", "1"], "'' is text of its own"),
-        (["--mask-token", "<|endoftext|>", "--logit-shift", "1"], "ends a text already"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ([], "lacks mask_token_id: an autoregressive model has none; train it with --mask-token"),
+    (["--mask-token", "<|new|>"], "lacks logit_shift: an autoregressive"),
+    (["--mask-token", "7", "--logit-shift", "1"], "'7' is text of its own"),
+    (["--mask-token", "", "--logit-shift", "1"], "'' is text of its own"),
+    (["--mask-token", "<|endoftext|>", "--logit-shift", "1"], "ends a text already"),
+])
 def test_training_without_a_mask_says_what_to_do(decoder, data_file, capsys, flags, message):
     argv = ["train", "debug", "--model", str(decoder), "--data", str(data_file)]
     assert main([*argv, "--out", str(decoder / "run"), *flags]) == 2

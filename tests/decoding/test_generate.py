@@ -325,18 +325,14 @@ def test_a_step_reads_nothing_back_from_the_device(temperature, context):
     assert reads.found == ["index", "_local_scalar_dense"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rule": "first_hitting"},
-        {"rule": "rcr"},
-        {"rule": "routed", "revise": "uncond", "order_noise": 1.0},
-        {"rule": "routed", "revise": "cond"},
-        {"rule": "edit"},
-        {"rule": "apd", "mixture": 1.0, "lookahead": 3},
-    ],
-    ids=lambda fields: "-".join(map(str, fields.values())),
-)
+@pytest.mark.parametrize("fields", [
+    {"rule": "first_hitting"},
+    {"rule": "rcr"},
+    {"rule": "routed", "revise": "uncond", "order_noise": 1.0},
+    {"rule": "routed", "revise": "cond"},
+    {"rule": "edit"},
+    {"rule": "apd", "mixture": 1.0, "lookahead": 3},
+], ids=lambda fields: "-".join(map(str, fields.values())))
 def test_no_rule_reads_back_from_the_device(fields, monkeypatch):
     # On a GPU the noise's arguments are asserted on the device.
     monkeypatch.setattr("bwsft_kernels.philox.require", lambda condition, message: None)
@@ -432,20 +428,17 @@ def test_nan_is_reported():
         generate(model, prompts_of(2, (4, 6)), DecodeConfig(8, 4))
 
 
-@pytest.mark.parametrize(
-    "prompts, options, message",
-    [
-        ([[3], [4] * 81], {}, "prompt 1 has 81 tokens: with gen_length 16 that is 97, more than"),
-        ([[3, MASK]], {}, f"prompt 0 contains the .MASK. id {MASK}"),
-        ([[3], [VOCABULARY]], {}, "prompt 1 has a token id outside .0, 16."),
-        ([[-1]], {}, "prompt 0 has a token id outside"),
-        ([3, 4], {}, "prompt 0 is int: give lists of token ids"),
-        (["text"], {}, "prompt 0 is str"),
-        ([[3]], {"banned_ids": (16,)}, "banned_ids has 16, outside"),
-        ([[3]], {"banned_ids": (-1,)}, "banned_ids has -1, outside"),
-        ([[3]], {"banned_ids": tuple(range(15))}, "leave no token"),
-    ],
-)
+@pytest.mark.parametrize("prompts, options, message", [
+    ([[3], [4] * 81], {}, "prompt 1 has 81 tokens: with gen_length 16 that is 97, more than"),
+    ([[3, MASK]], {}, f"prompt 0 contains the .MASK. id {MASK}"),
+    ([[3], [VOCABULARY]], {}, "prompt 1 has a token id outside .0, 16."),
+    ([[-1]], {}, "prompt 0 has a token id outside"),
+    ([3, 4], {}, "prompt 0 is int: give lists of token ids"),
+    (["text"], {}, "prompt 0 is str"),
+    ([[3]], {"banned_ids": (16,)}, "banned_ids has 16, outside"),
+    ([[3]], {"banned_ids": (-1,)}, "banned_ids has -1, outside"),
+    ([[3]], {"banned_ids": tuple(range(15))}, "leave no token"),
+])
 def test_bad_requests_are_refused_at_once(prompts, options, message):
     config = DecodeConfig(16, 4, **options)
     with pytest.raises(ValueError, match=message):

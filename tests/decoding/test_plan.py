@@ -105,80 +105,74 @@ def test_commit_takes_the_most_confident_masked_slots(data):
         assert found[row].nonzero()[:, 0].tolist() == sorted(best)
 
 
-@pytest.mark.parametrize(
-    "canvas, final",
-    [
-        ([5, 1, 9, 9], True),
-        ([5, 2, 9, 9], True),  # any of the end ids
-        ([5, 9, 1, 9], False),  # a [MASK] before the end
-        ([5, 9, 1, 1], False),
-        ([5, 6, 7, 8], False),  # full, but without an end
-        ([1, 9, 9, 9], True),
-        ([9, 9, 9, 1], False),
-    ],
-)
+@pytest.mark.parametrize("canvas, final", [
+    ([5, 1, 9, 9], True),
+    ([5, 2, 9, 9], True),  # any of the end ids
+    ([5, 9, 1, 9], False),  # a [MASK] before the end
+    ([5, 9, 1, 1], False),
+    ([5, 6, 7, 8], False),  # full, but without an end
+    ([1, 9, 9, 9], True),
+    ([9, 9, 9, 1], False),
+])
 def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
     found = final_rows(torch.tensor([canvas, [9] * 4]), 9, torch.tensor([1, 2]))
     assert found.tolist() == [final, False]
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"gen_length": 0}, "gen_length must be at least 1, not 0"),
-        ({"block_size": 0}, "block_size must be at least 1"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"poll": 0}, "poll must be at least 1"),
-        ({"gen_length": 100, "block_size": 32}, "must divide gen_length 100; try gen_length 128"),
-        ({"steps": 3}, "steps 3 must be a multiple of the number of blocks, 4"),
-        ({"steps": 6}, "steps 6 must be a multiple"),
-        ({"steps": 0}, "steps 0 must be a multiple"),
-        ({"temperature": -0.1}, "temperature must be 0 or positive"),
-        ({"temperature": float("nan")}, "temperature must be 0 or positive"),
-        ({"temperature": float("inf")}, "temperature must be 0 or positive"),
-        ({"seed": -1}, "seed must be in"),
-        ({"seed": 2**63}, "seed must be in"),
-        ({"min_length": 129}, "min_length must be in .0, gen_length., not 129"),
-        ({"rule": "best"}, "rule must be one of quota, threshold, .* apd, not 'best'"),
-        ({"threshold": 0.8}, "threshold belongs to rule threshold or edit, and the rule is quota"),
-        ({"rule": "factor", "entropy_bound": 1.0}, "entropy_bound belongs to rule entropy"),
-        ({"rule": "threshold", "threshold": -0.1}, "threshold must be 0 or positive"),
-        ({"rule": "threshold", "steps": 8}, "steps belongs to rule quota or .* is threshold"),
-        ({"rule": "apd", "steps": 8}, "steps belongs to rule quota or first_hitting or routed or"),
-        ({"clip": (0.1, 0.9)}, "clip belongs to rule first_hitting, and the rule is quota"),
-        ({"rule": "first_hitting", "clip": (0.9, 0.1)}, "clip must be two rising numbers in .0,"),
-        ({"rule": "first_hitting", "clip": (0.2, 1.1)}, "clip must be two rising numbers"),
-        ({"rule": "first_hitting", "clip": 0.5}, "clip must be two rising numbers"),
-        ({"rule": "first_hitting", "clip": (0.1, 0.9), "steps": 4}, "clip and steps both say"),
-        ({"rule": "first_hitting", "order": "left"}, "first_hitting goes by hitting times: leave"),
-        ({"rule": "rcr", "order": "margin"}, "rule rcr goes by confidence: leave order out"),
-        ({"rule": "rcr", "revise": "cond"}, "revise belongs to rule routed, and the rule is rcr"),
-        ({"rule": "routed", "schedule": "sine"}, "schedule must be one of linear, cosine, not 'si"),
-        ({"rule": "routed", "revise": "always"}, "revise must be one of never, cond, uncond, not"),
-        ({"rule": "routed", "order_noise": -1.0}, "order_noise must be 0 or positive, not -1.0"),
-        ({"rule": "edit", "post_steps": -1}, "post_steps must be 0 or positive, not -1"),
-        ({"rule": "edit", "edit_threshold": float("nan")}, "edit_threshold must be 0 or positive"),
-        ({"rule": "threshold", "edit_threshold": 0.5}, "edit_threshold belongs to rule edit"),
-        ({"rule": "apd", "mixture": 1.5}, "mixture must be in .0, 1., not 1.5"),
-        ({"rule": "apd", "lookahead": 0}, "lookahead must be at least 1, not 0"),
-        ({"rule": "apd", "kv_window": 0}, "kv_window must be at least 1, not 0"),
-        ({"rule": "apd", "context": "cached"}, "rule apd needs context exact, not cached: its own"),
-        ({"rule": "apd", "cfg_scale": 1.0}, "rule apd mixes the logits of two models already"),
-        ({"rule": "apd", "order": "left"}, "rule apd goes by position: leave order out"),
-        ({"rule": "entropy", "order": "left"}, "rule entropy goes by entropy: leave order out"),
-        ({"rule": "factor", "order": "margin"}, "rule factor goes by confidence"),
-        ({"order": "right"}, "order must be one of confidence, margin, entropy, random, left"),
-        ({"context": "warm"}, "context must be one of exact, cached, prefix, block_causal"),
-        ({"refresh": 4}, "refresh is for context cached and prefix, not exact"),
-        ({"context": "cached", "refresh": -1}, "refresh must be 0 or positive"),
-        ({"context": "cached", "cfg_scale": 1.0}, "cfg_scale needs context exact, not cached"),
-        ({"cfg_scale": -1.0}, "cfg_scale must be 0 or positive"),
-        ({"suffix": "some"}, "suffix must be all, absent or a number, not 'some'"),
-        ({"suffix": -1}, "suffix must be all, absent or a number from 0"),
-        ({"context": "cached", "suffix": 3}, "suffix is for context exact and prefix: cached"),
-        ({"context": "block_causal", "suffix": "absent"}, "block_causal decodes as it was trained"),
-    ],
-)
+@pytest.mark.parametrize("fields, message", [
+    ({"gen_length": 0}, "gen_length must be at least 1, not 0"),
+    ({"block_size": 0}, "block_size must be at least 1"),
+    ({"batch_size": 0}, "batch_size must be at least 1"),
+    ({"poll": 0}, "poll must be at least 1"),
+    ({"gen_length": 100, "block_size": 32}, "must divide gen_length 100; try gen_length 128"),
+    ({"steps": 3}, "steps 3 must be a multiple of the number of blocks, 4"),
+    ({"steps": 6}, "steps 6 must be a multiple"),
+    ({"steps": 0}, "steps 0 must be a multiple"),
+    ({"temperature": -0.1}, "temperature must be 0 or positive"),
+    ({"temperature": float("nan")}, "temperature must be 0 or positive"),
+    ({"temperature": float("inf")}, "temperature must be 0 or positive"),
+    ({"seed": -1}, "seed must be in"),
+    ({"seed": 2**63}, "seed must be in"),
+    ({"min_length": 129}, "min_length must be in .0, gen_length., not 129"),
+    ({"rule": "best"}, "rule must be one of quota, threshold, .* apd, not 'best'"),
+    ({"threshold": 0.8}, "threshold belongs to rule threshold or edit, and the rule is quota"),
+    ({"rule": "factor", "entropy_bound": 1.0}, "entropy_bound belongs to rule entropy"),
+    ({"rule": "threshold", "threshold": -0.1}, "threshold must be 0 or positive"),
+    ({"rule": "threshold", "steps": 8}, "steps belongs to rule quota or .* is threshold"),
+    ({"rule": "apd", "steps": 8}, "steps belongs to rule quota or first_hitting or routed or"),
+    ({"clip": (0.1, 0.9)}, "clip belongs to rule first_hitting, and the rule is quota"),
+    ({"rule": "first_hitting", "clip": (0.9, 0.1)}, "clip must be two rising numbers in .0,"),
+    ({"rule": "first_hitting", "clip": (0.2, 1.1)}, "clip must be two rising numbers"),
+    ({"rule": "first_hitting", "clip": 0.5}, "clip must be two rising numbers"),
+    ({"rule": "first_hitting", "clip": (0.1, 0.9), "steps": 4}, "clip and steps both say"),
+    ({"rule": "first_hitting", "order": "left"}, "first_hitting goes by hitting times: leave"),
+    ({"rule": "rcr", "order": "margin"}, "rule rcr goes by confidence: leave order out"),
+    ({"rule": "rcr", "revise": "cond"}, "revise belongs to rule routed, and the rule is rcr"),
+    ({"rule": "routed", "schedule": "sine"}, "schedule must be one of linear, cosine, not 'si"),
+    ({"rule": "routed", "revise": "always"}, "revise must be one of never, cond, uncond, not"),
+    ({"rule": "routed", "order_noise": -1.0}, "order_noise must be 0 or positive, not -1.0"),
+    ({"rule": "edit", "post_steps": -1}, "post_steps must be 0 or positive, not -1"),
+    ({"rule": "edit", "edit_threshold": float("nan")}, "edit_threshold must be 0 or positive"),
+    ({"rule": "threshold", "edit_threshold": 0.5}, "edit_threshold belongs to rule edit"),
+    ({"rule": "apd", "mixture": 1.5}, "mixture must be in .0, 1., not 1.5"),
+    ({"rule": "apd", "lookahead": 0}, "lookahead must be at least 1, not 0"),
+    ({"rule": "apd", "kv_window": 0}, "kv_window must be at least 1, not 0"),
+    ({"rule": "apd", "context": "cached"}, "rule apd needs context exact, not cached: its own"),
+    ({"rule": "apd", "cfg_scale": 1.0}, "rule apd mixes the logits of two models already"),
+    ({"rule": "apd", "order": "left"}, "rule apd goes by position: leave order out"),
+    ({"rule": "entropy", "order": "left"}, "rule entropy goes by entropy: leave order out"),
+    ({"rule": "factor", "order": "margin"}, "rule factor goes by confidence"),
+    ({"order": "right"}, "order must be one of confidence, margin, entropy, random, left"),
+    ({"context": "warm"}, "context must be one of exact, cached, prefix, block_causal"),
+    ({"refresh": 4}, "refresh is for context cached and prefix, not exact"),
+    ({"context": "cached", "refresh": -1}, "refresh must be 0 or positive"),
+    ({"context": "cached", "cfg_scale": 1.0}, "cfg_scale needs context exact, not cached"),
+    ({"cfg_scale": -1.0}, "cfg_scale must be 0 or positive"),
+    ({"suffix": "some"}, "suffix must be all, absent or a number, not 'some'"),
+    ({"suffix": -1}, "suffix must be all, absent or a number from 0"),
+    ({"context": "cached", "suffix": 3}, "suffix is for context exact and prefix: cached"),
+    ({"context": "block_causal", "suffix": "absent"}, "block_causal decodes as it was trained"),
+])
 def test_bad_settings_name_the_field(fields, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         DecodeConfig(**fields)

@@ -296,20 +296,17 @@ def test_a_refresh_inside_a_block_warns():
         generate(model, [[3]], DecodeConfig(8, 4, context="prefix", refresh=2))
 
 
-@pytest.mark.parametrize(
-    "family, fields, canvases, message",
-    [
-        ({"logit_shift": 1}, {"context": "block_causal"}, None, "predicts each token at its place"),
-        ({"softcap": 5.0}, {"cfg_scale": 1.0}, None, "cfg_scale needs a linear head"),
-        ({}, {"min_length": 1, "banned_ids": (0, *range(3, 15))}, None, "leave no token"),
-        ({}, {}, [None, None], "2 canvases for 1 prompts"),
-        ({}, {}, [[3] * 9], "canvas 0 must be a list of token ids and None, of at most"),
-        ({}, {}, ["text"], "canvas 0 must be a list"),
-        ({}, {}, [[None, MASK]], "canvas 0 gives 15 at position 1"),
-        ({}, {}, [[-1]], "canvas 0 gives -1 at position 0"),
-        ({}, {}, [[16]], "canvas 0 gives 16"),
-    ],
-)
+@pytest.mark.parametrize("family, fields, canvases, message", [
+    ({"logit_shift": 1}, {"context": "block_causal"}, None, "predicts each token at its place"),
+    ({"softcap": 5.0}, {"cfg_scale": 1.0}, None, "cfg_scale needs a linear head"),
+    ({}, {"min_length": 1, "banned_ids": (0, *range(3, 15))}, None, "leave no token"),
+    ({}, {}, [None, None], "2 canvases for 1 prompts"),
+    ({}, {}, [[3] * 9], "canvas 0 must be a list of token ids and None, of at most"),
+    ({}, {}, ["text"], "canvas 0 must be a list"),
+    ({}, {}, [[None, MASK]], "canvas 0 gives 15 at position 1"),
+    ({}, {}, [[-1]], "canvas 0 gives -1 at position 0"),
+    ({}, {}, [[16]], "canvas 0 gives 16"),
+])
 def test_bad_requests_are_refused(family, fields, canvases, message):
     with pytest.raises(ValueError, match=message):
         generate(model_of(0, **family), [[3]], DecodeConfig(8, 4, **fields), canvases=canvases)

@@ -436,14 +436,11 @@ WAYS = {"lora": LORA, "full": c.LoraConfig(rank=0)}
 QUICK = {"lora": "llada sdar qwen2 llama smollm bert", "full": "Dream qwen3 smollm modernbert"}
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, marks=[] if name in QUICK[way].split() else pytest.mark.slow)
-        for name in CONFIGS
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), [
+    pytest.param(name, way, marks=[] if name in QUICK[way].split() else pytest.mark.slow)
+    for name in CONFIGS
+    for way in WAYS
+])
 def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
     """A run, its checkpoint and its export decode the same tokens; transformers loads the export
     and computes the same logits; a resumed run goes on exactly."""

@@ -270,20 +270,17 @@ def test_there_is_no_block_for_a_context_mode(name, context):
         c.validate(config)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"name": "mdlm", "weight": "flat", "empty": "skip"}, "--objective.weight belongs to"),
-        ({"name": "mdlm", "rdm": RdmConfig(levels=9)}, "--objective.rdm belongs to"),
-        ({"two_step": TwoStepConfig(replace=0.1)}, "--objective.two-step belongs to"),
-        ({"name": "rdm", "low": 0.1}, "--objective.low belongs to objectives without levels"),
-        ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.5)}, "softness must lie in"),
-        ({"name": "rdm", "rdm": RdmConfig(label_smoothing=-0.1)}, "label-smoothing must lie in"),
-        ({"name": "rdm", "rdm": RdmConfig(levels=0)}, "levels must be at least 1"),
-        ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.0, 0)}, "buckets must be at"),
-        ({"name": "two_step", "two_step": TwoStepConfig(replace=1.1)}, "replace must lie in"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"name": "mdlm", "weight": "flat", "empty": "skip"}, "--objective.weight belongs to"),
+    ({"name": "mdlm", "rdm": RdmConfig(levels=9)}, "--objective.rdm belongs to"),
+    ({"two_step": TwoStepConfig(replace=0.1)}, "--objective.two-step belongs to"),
+    ({"name": "rdm", "low": 0.1}, "--objective.low belongs to objectives without levels"),
+    ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.5)}, "softness must lie in"),
+    ({"name": "rdm", "rdm": RdmConfig(label_smoothing=-0.1)}, "label-smoothing must lie in"),
+    ({"name": "rdm", "rdm": RdmConfig(levels=0)}, "levels must be at least 1"),
+    ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.0, 0)}, "buckets must be at"),
+    ({"name": "two_step", "two_step": TwoStepConfig(replace=1.1)}, "replace must lie in"),
+])
 def test_options_without_effect_or_sense_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         c.validate(dataclasses.replace(presets.debug(), objective=c.ObjectiveConfig(**fields)))

@@ -68,17 +68,14 @@ def by_hand(response, texts):
     return [a + b for a, b in zip(*shares, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        [7, 50, 7, 98],
-        [50, 51, 52, 50, 98],
-        [0, 1, 3, 3, 3, 98, 98, 98],  # 3 was never seen
-        [3, 4],  # nor was 4: no entropy at all, equal shares
-        [98, 98],  # in every text: no tf-idf, equal shares
-        [0],
-    ],
-)
+@pytest.mark.parametrize("response", [
+    [7, 50, 7, 98],
+    [50, 51, 52, 50, 98],
+    [0, 1, 3, 3, 3, 98, 98, 98],  # 3 was never seen
+    [3, 4],  # nor was 4: no entropy at all, equal shares
+    [98, 98],  # in every text: no tf-idf, equal shares
+    [0],
+])
 def test_importance_is_tf_idf_plus_entropy_and_adds_up_to_two(response):
     neighbours = [[7, 7, 7], response, [50] * 5]
     found = importance(batch_of(neighbours), prepare())

@@ -33,27 +33,24 @@ def test_presets_carry_the_differences_of_paper_and_code():
         assert (config.steps, config.batch_size, config.optim.lr) == (200, 32, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"block_size": 24}, "--gen-length 144"),
-        ({"steps": 0}, "--steps"),
-        ({"micro_batch_size": 5}, "--micro-batch-size"),
-        ({"seed": -1}, "--seed"),
-        ({"objective": c.ObjectiveConfig(low=0.9, high=0.1)}, "low <= high"),
-        ({"objective": c.ObjectiveConfig(weight="rate")}, "--objective.empty skip"),
-        ({"objective": c.ObjectiveConfig(prefix_noise=1.5)}, "prefix-noise"),
-        ({"optim": c.OptimConfig(lr=0.0)}, "lr > 0"),
-        ({"lora": c.LoraConfig(dropout=1.0)}, "dropout"),
-        ({"lora": c.LoraConfig(alpha=0.0)}, "alpha > 0"),
-        ({"lora": c.LoraConfig(rank=-1)}, "--lora.rank must be at least 0"),
-        ({"eval": c.EvalConfig(draws=0)}, "--eval.draws must be at least 1"),
-        ({"dataset": c.DataConfig(limit=0)}, "--dataset.limit must be at least 1"),
-        ({"dataset": c.DataConfig(holdout=-1)}, "--dataset.holdout must be at least 0"),
-        ({"optim": c.OptimConfig(clip=-1.0)}, "--optim.clip must be at least 0"),
-        ({"keep_last": -1}, "--keep-last must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("change", "word"), [
+    ({"block_size": 24}, "--gen-length 144"),
+    ({"steps": 0}, "--steps"),
+    ({"micro_batch_size": 5}, "--micro-batch-size"),
+    ({"seed": -1}, "--seed"),
+    ({"objective": c.ObjectiveConfig(low=0.9, high=0.1)}, "low <= high"),
+    ({"objective": c.ObjectiveConfig(weight="rate")}, "--objective.empty skip"),
+    ({"objective": c.ObjectiveConfig(prefix_noise=1.5)}, "prefix-noise"),
+    ({"optim": c.OptimConfig(lr=0.0)}, "lr > 0"),
+    ({"lora": c.LoraConfig(dropout=1.0)}, "dropout"),
+    ({"lora": c.LoraConfig(alpha=0.0)}, "alpha > 0"),
+    ({"lora": c.LoraConfig(rank=-1)}, "--lora.rank must be at least 0"),
+    ({"eval": c.EvalConfig(draws=0)}, "--eval.draws must be at least 1"),
+    ({"dataset": c.DataConfig(limit=0)}, "--dataset.limit must be at least 1"),
+    ({"dataset": c.DataConfig(holdout=-1)}, "--dataset.holdout must be at least 0"),
+    ({"optim": c.OptimConfig(clip=-1.0)}, "--optim.clip must be at least 0"),
+    ({"keep_last": -1}, "--keep-last must be at least 0"),
+])
 def test_validation_names_the_field(change, word):
     with pytest.raises(ValueError, match=word.replace("(", r"\(")):
         c.validate(dataclasses.replace(presets.paper(), **change))

@@ -139,14 +139,11 @@ def signal_during(monkeypatch, name, steps):
     monkeypatch.setattr(place, name, interrupted)
 
 
-@pytest.mark.parametrize(
-    ("where", "steps", "kind"),
-    [
-        ("train_step", (4, 6), "lora"),
-        ("report_eval", (0, 4, 10), "full"),
-        ("save", (3, 9, 10), "traversal"),
-    ],
-)
+@pytest.mark.parametrize(("where", "steps", "kind"), [
+    ("train_step", (4, 6), "lora"),
+    ("report_eval", (0, 4, 10), "full"),
+    ("save", (3, 9, 10), "traversal"),
+])
 def test_signals_at_any_place_several_times(tiny, tmp_path, monkeypatch, where, steps, kind):
     """During an update, an evaluation or a save; an evaluation that a signal left out is made up
     for."""

@@ -71,21 +71,18 @@ def other_weights(work):
     manifest.write_text(json.dumps(files))
 
 
-@pytest.mark.parametrize(
-    ("damage", "word"),
-    [
-        (change_loss, "metrics.jsonl differs"),
-        (lambda w: edit_line(w.run / "eval.jsonl", 1, nelbo=0.5), "eval.jsonl differs"),
-        (drop_step, "holds steps"),
-        (double_step, "holds steps"),
-        (cut_weights, "torn"),
-        (other_weights, "last checkpoints differ"),
-        (lambda w: (w.run / ".config.json.1234.tmp").touch(), "left over"),
-        (lambda w: (w.run / "checkpoints" / ".step-9.12.tmp").mkdir(), "left over"),
-        (lambda w: shutil.rmtree(soak.step_folders(w.run)[-1]), "last checkpoints differ"),
-        (lambda w: (w.run / "loss.png").write_bytes(b""), "loss.png is torn"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "word"), [
+    (change_loss, "metrics.jsonl differs"),
+    (lambda w: edit_line(w.run / "eval.jsonl", 1, nelbo=0.5), "eval.jsonl differs"),
+    (drop_step, "holds steps"),
+    (double_step, "holds steps"),
+    (cut_weights, "torn"),
+    (other_weights, "last checkpoints differ"),
+    (lambda w: (w.run / ".config.json.1234.tmp").touch(), "left over"),
+    (lambda w: (w.run / "checkpoints" / ".step-9.12.tmp").mkdir(), "left over"),
+    (lambda w: shutil.rmtree(soak.step_folders(w.run)[-1]), "last checkpoints differ"),
+    (lambda w: (w.run / "loss.png").write_bytes(b""), "loss.png is torn"),
+])
 def test_it_notices(copy, damage, word):
     damage(copy)
     with pytest.raises(soak.Failed, match=word):

@@ -45,14 +45,11 @@ def poison_gradient(run):
     run.backbone.head()[0].register_hook(lambda grad: grad * float("inf"))
 
 
-@pytest.mark.parametrize(
-    ("poison", "what", "spoilt"),
-    [
-        (poison_weight, "loss nan", slice(0, 2)),
-        (poison_one_micro_batch, "loss nan", slice(2, 4)),
-        (poison_gradient, "gradient norm nan", slice(0, 4)),
-    ],
-)
+@pytest.mark.parametrize(("poison", "what", "spoilt"), [
+    (poison_weight, "loss nan", slice(0, 2)),
+    (poison_one_micro_batch, "loss nan", slice(2, 4)),
+    (poison_gradient, "gradient norm nan", slice(0, 4)),
+])
 def test_nan_stops_with_step_samples_and_checkpoint(
     tiny, make_run, monkeypatch, capsys, poison, what, spoilt
 ):
