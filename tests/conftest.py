@@ -34,11 +34,8 @@ def tokenizer_folder(tmp_path_factory):
     backend.decoder = decoders.ByteLevel()
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|endoftext|>",
-        mask_token="[MASK]",
-        additional_special_tokens=["<|end|>"],
-        chat_template=CHAT,
+        tokenizer_object=backend, eos_token="<|endoftext|>", mask_token="[MASK]",
+        additional_special_tokens=["<|end|>"], chat_template=CHAT,
     ).save_pretrained(folder)
     return folder
 

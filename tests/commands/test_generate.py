@@ -46,10 +46,7 @@ def run_folder(tmp_path_factory, tokenizer_folder):
         backbone.head()[0][[256, 258]] *= 4
     backbone.family = dataclasses.replace(backbone.family, end_ids=(258, 256))
     config = c.Config(
-        preset="debug",
-        gen_length=12,
-        block_size=4,
-        dataset=c.DataConfig(template="none"),
+        preset="debug", gen_length=12, block_size=4, dataset=c.DataConfig(template="none"),
         lora=c.LoraConfig(rank=0),
     )
     state = {"config": json.loads(c.to_json(config)), "data": "", "base": None}

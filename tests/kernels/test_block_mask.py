@@ -51,9 +51,7 @@ def batches(draw):
         padded[s, : row[s]] = packed[cu[s] : cu[s + 1]]
     ids = st.lists(st.integers(0, 2**56 - 1), min_size=size, max_size=size)
     options = dict(
-        prompt_lengths=prompt,
-        response_lengths=response,
-        sample_ids=torch.tensor(draw(ids)).long(),
+        prompt_lengths=prompt, response_lengths=response, sample_ids=torch.tensor(draw(ids)).long(),
         draw=torch.tensor(draw(lengths)).long(),
     )
     chance = draw(st.sampled_from([None, "block", "block_weights"]))

@@ -69,10 +69,8 @@ OPTIONS = {
     "smollm": NEW,
 }
 FACTS = {
-    "Dream": (1, "full", "response"),
-    "sdar": (0, "block_causal", "absolute"),
-    "qwen2": (1, "full", "response"),
-    "smollm": (1, "full", "response"),
+    "Dream": (1, "full", "response"), "sdar": (0, "block_causal", "absolute"),
+    "qwen2": (1, "full", "response"), "smollm": (1, "full", "response"),
 }  # logit shift, attention, where blocks start
 SHIFTED = "another block's noisy copy"
 UNSUPPORTED = {

@@ -72,13 +72,8 @@ def trainer_of(model, config, tokenizer, folder, **changes):
     train, held_out = load_examples(config, tokenizer, model)
     recorder = Losses()
     trainer = BlockwiseTrainer(
-        model,
-        arguments(folder, config, **changes),
-        config=config,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        callbacks=[recorder],
+        model, arguments(folder, config, **changes), config=config, train_dataset=train,
+        eval_dataset=held_out, processing_class=tokenizer, callbacks=[recorder],
     )
     return trainer, recorder
 
@@ -244,11 +239,8 @@ def test_a_datasets_dataset_will_do(flat, make_run, tmp_path):
     rows = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in train]
     recorder = Losses()
     trainer = BlockwiseTrainer(
-        copy.deepcopy(run.backbone.model),
-        arguments(tmp_path / "hf", run.config),
-        config=run.config,
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[recorder],
+        copy.deepcopy(run.backbone.model), arguments(tmp_path / "hf", run.config),
+        config=run.config, train_dataset=Dataset.from_list(rows), callbacks=[recorder],
     )
     trainer.train()
     expected = [t.train_step(run, step).loss for step in range(2)]
