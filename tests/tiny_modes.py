@@ -28,13 +28,13 @@ def model(seed=3):
     return new_backbone(config, seed, dtype=torch.float64)
 
 
-def batch(lengths=((5, 9), (3, 12), (4, 6)), canvas="fixed", visit=0):
+def batch(lengths=((5, 9), (3, 12), (4, 6)), canvas="fixed", visit=0, mask_id=MASK):
     layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, canvas=canvas, block_size=4, gen_length=16, max_length=32
+        mask_id=mask_id, eos_id=EOS, canvas=canvas, block_size=4, gen_length=16, max_length=32
     )
     rng = np.random.default_rng(0)
     examples = [
-        Example(rng.integers(2, 49, p), rng.integers(2, 49, r), i, visit)
+        Example(rng.integers(2, mask_id, p), rng.integers(2, mask_id, r), i, visit)
         for i, (p, r) in enumerate(lengths)
     ]
     return pack(examples, layout)

@@ -171,7 +171,6 @@ def test_a_window_over_everything_is_no_cache(shift):
     for seed in range(4):
         model, prompts = model_of(seed, logit_shift=shift), prompts_of(seed, (3, 8, 5))
         config = DecodeConfig(15, 5, rule="apd", mixture=0.8, lookahead=4, stop_at_end=False)
-        exact = generate(model, prompts, config, trace=True, verifier=verifier)
         for suffix in ("all", "absent"):
             base = dataclasses.replace(config, suffix=suffix)
             exact = generate(model, prompts, base, trace=True, verifier=verifier)

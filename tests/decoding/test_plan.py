@@ -158,6 +158,7 @@ def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
     ({"rule": "apd", "lookahead": 0}, "lookahead must be at least 1, not 0"),
     ({"rule": "apd", "kv_window": 0}, "kv_window must be at least 1, not 0"),
     ({"rule": "apd", "context": "cached"}, "rule apd needs context exact, not cached: its own"),
+    ({"rule": "apd", "graphs": True}, "other shapes in every step"),
     ({"rule": "apd", "cfg_scale": 1.0}, "rule apd mixes the logits of two models already"),
     ({"rule": "apd", "order": "left"}, "rule apd goes by position: leave order out"),
     ({"rule": "entropy", "order": "left"}, "rule entropy goes by entropy: leave order out"),
