@@ -37,15 +37,6 @@ def test_agreement_by_hand():
     assert together["first_divergence"] == 1 and together["identical"] == 0.25
 
 
-@pytest.fixture
-def questions(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "gsm8k.jsonl"
-    rows = [{"question": q, "answer": f"so\n#### {len(q)}"} for q in ("1+1", "What?", "7", "x")]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folder, capsys):
     model = str(model_folder())
     command = ["--model", model, "--data", str(questions), "--dtype", "float64", *WORDS]

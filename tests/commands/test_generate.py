@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 import tyro
+from jsonl import read as rows
+from jsonl import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bwsft import config as c
@@ -58,13 +60,7 @@ def run_folder(tmp_path_factory, tokenizer_folder):
 
 @pytest.fixture
 def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"question": q, "id": 1}) + "\n" for q in QUESTIONS))
-    return path
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return write(tmp_path / "prompts.jsonl", *({"question": q, "id": 1} for q in QUESTIONS))
 
 
 def options(run_folder, prompts, tmp_path, **changes):
@@ -396,11 +392,8 @@ def test_a_verifier_is_reached_from_the_command_line(
 
 def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data = tmp_path / "gsm8k.jsonl"
-    data.write_text(
-        "".join(json.dumps({"question": q, "answer": f"so\n#### {len(q)}"}) + "\n"
-                for q in QUESTIONS)
-    )  # fmt: skip
+    records = ({"question": q, "answer": f"so\n#### {len(q)}"} for q in QUESTIONS)
+    data = write(tmp_path / "gsm8k.jsonl", *records)
     decode = make_decoder(str(run_folder), DecoderOptions(batch_size=2))
     result = evaluate(EvaluateOptions("gsm8k", model=run_folder, data=data), decode)
     tokenizer, results = expected(run_folder)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from tiny_folders import SHAPE
 from tiny_modes import PLACE
+from tiny_runs import resumed
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -469,7 +470,7 @@ def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
 
     shutil.rmtree(run / "checkpoints" / "step-3")
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
-    assert train(dataclasses.replace(config, resume=str(run), out=None)) == 0
+    assert train(resumed(config, run)) == 0
     again = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
     assert again == losses and len(losses) == 3
     assert tokens_of(load_trained(str(run)), mode) == tokens_of(newest, mode)
