@@ -55,7 +55,7 @@ def assert_same(folder, reference):
 
 
 def leave_only(reference, folder, step):
-    """A copy of the run as a kill soon after checkpoint `step` leaves it: logs go on a bit further."""
+    """A copy of the run as a kill soon after checkpoint `step` leaves it: logs go on a little."""
     shutil.copytree(reference, folder)
     for path in (folder / "checkpoints").iterdir():
         if int(path.name.split("-")[1]) > step:
