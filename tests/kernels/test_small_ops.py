@@ -183,7 +183,6 @@ def test_bad_calls_say_what_is_wrong(function, message, change):
         function(**{**GOOD[function], **change})
 
 
-
 @pytest.mark.parametrize("function", GOOD)
 def test_triton_on_cpu_tensors_says_why_not(function, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
