@@ -1,4 +1,4 @@
-"""Hostile files forevery reader of data and of a run's files: each is read, or refused in one
+"""Hostile files for every reader of data and of a run's files: each is read, or refused in one
 sentence that names the file. (Models and tokenizers: test_fuzz_models.py.)"""
 
 import dataclasses

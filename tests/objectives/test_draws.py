@@ -1,5 +1,5 @@
 """What every whole-response objective must do with a batch, and the settings at which each is
-classical SFT, bit for bit. The facts of each method: test_objective_<method>.py."""
+classical SFT, bit for bit. The facts of each method: test_<method>.py."""
 
 import dataclasses
 from types import SimpleNamespace
