@@ -3,10 +3,10 @@
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import shutil
 import signal
 
+import jsonl
 import pytest
 
 from bwsft import config as c
@@ -15,7 +15,6 @@ if importlib.util.find_spec("triton") is None:  # it exists for Linux alone
     collect_ignore_glob = ["kernels/triton/*", "*/test_compile_offline.py", "*/test_tuning.py",
                            "*/test_bench_operators.py"]
 
-SPECIALS = ("<|endoftext|>", "[MASK]", "<|end|>")
 CHAT = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -25,19 +24,11 @@ CHAT = (
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
     """One token per byte, then the specials: ids 256 (EOS), 257 ([MASK]), 258 (end of turn)."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tiny_tokenizer import byte_tokenizer
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={ch: i for i, ch in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|endoftext|>",
-        mask_token="[MASK]",
-        additional_special_tokens=["<|end|>"],
+    byte_tokenizer(
+        eos_token="<|endoftext|>", mask_token="[MASK]", additional_special_tokens=["<|end|>"],
         chat_template=CHAT,
     ).save_pretrained(folder)
     return folder
@@ -50,9 +41,15 @@ def data_file(tmp_path_factory):
         {"query": f"{7 * i}+{i}", "response": f"{8 * i}" + "; ok so"[: i % 8] + "!" * (i % 3 + 2)}
         for i in range(40)
     ]
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return jsonl.write(tmp_path_factory.mktemp("data") / "sums.jsonl", *rows)
+
+
+@pytest.fixture
+def questions(tmp_path, monkeypatch):
+    """A file of four questions in GSM8K's shape, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": q, "answer": f"so\n#### {len(q)}"} for q in ("1+1", "What?", "7", "x")]
+    return jsonl.write(tmp_path / "gsm8k.jsonl", *rows)
 
 
 @pytest.fixture

@@ -144,9 +144,7 @@ def room_order(sources: dict) -> list[str]:
     return wrong
 
 
-def foreign(
-    sources: dict, place: str, allowed: Callable[[str, Import, str], bool]
-) -> list[str]:
+def foreign(sources: dict, place: str, allowed: Callable[[str, Import, str], bool]) -> list[str]:
     """Imports at a place that allowed(path, import, its first name) refuses."""
     return [
         f"{path}:{found.line}: may not import {found.module} here"

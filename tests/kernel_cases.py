@@ -5,10 +5,23 @@ Triton's interpreter (tests/kernels/triton) and on a GPU (tests/gpu).
 import dataclasses
 
 import torch
-from bwsft_kernels import GumbelKey, rms_norm, rotary, swiglu, torch_ops
+from bwsft_kernels import GumbelKey, MaskSpec, rms_norm, rotary, swiglu, torch_ops
+from hypothesis import strategies as st
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = torch.finfo(torch.float32).eps
+
+
+ONES = 0xFFFFFFFF
+PHILOX = [  # counter, key, words: the published vectors of Philox4x32-10 (Salmon et al. 2011)
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
 
 
 def normal(*shape, seed=0, dtype=torch.float64, scale=1.0):
@@ -21,6 +34,23 @@ def assert_same_fields(own, expected):
     for field in dataclasses.fields(own):
         one, other = getattr(own, field.name), getattr(expected, field.name)
         assert one.dtype == other.dtype and torch.equal(one, other.to(one.device)), field.name
+
+
+@st.composite
+def mask_specs(draw):
+    weight = draw(st.sampled_from(["count", "rate", "flat"]))
+    bounds = [(0.0, 0.0), (0.0, 0.3), (0.0, 1.0), (1e-3, 1.0), (0.4, 0.4), (0.5, 1.0), (1.0, 1.0)]
+    low, high = draw(st.sampled_from(bounds))
+    return MaskSpec(
+        block_size=draw(st.integers(1, 9) | st.just(32)), mask_id=99, low=low, high=high,
+        seed=draw(st.integers(0, 2**64 - 1)), weight=weight,
+        empty=draw(st.sampled_from(["last", "skip"])) if weight == "count" else "skip",
+        block_factor=draw(st.sampled_from(["mean", "sum"])),
+        prefix_noise=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        suffix_leak=draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])),
+        block_origin=draw(st.sampled_from(["response", "absolute"])),
+        pairs=weight != "rate" and draw(st.booleans()),
+    )
 
 
 def key_of(n, seed=2**63 + 1):

@@ -43,6 +43,12 @@ def bounds_of(prompt_length: int, config: DecodeConfig, origin: str) -> list[tup
     return BlockGrid(config.block_size, origin).blocks(prompt_length, config.gen_length)
 
 
+def until_end(response):
+    """(the response up to its first end token, whether it has one)."""
+    end = next((i for i, token in enumerate(response) if token in ENDS), None)
+    return response[:end], end is not None
+
+
 def history(results):
     """Step, position and token of every commit."""
     return [[c[:3] for c in result.trace] for result in results]

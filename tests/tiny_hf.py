@@ -96,9 +96,7 @@ def alone(name, batch):
 
 def assert_same_gradients(a, b, **tolerance):
     """By name; transformers ties BERT's spare bias to the decoder's."""
-    a, b = (
-        {n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (a, b)
-    )
+    a, b = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (a, b))
     assert a.keys() == b.keys() and a
     for key in a:
         torch.testing.assert_close(a[key], b[key], msg=key, **tolerance)

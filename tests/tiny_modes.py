@@ -4,12 +4,11 @@ import dataclasses
 from contextlib import nullcontext
 
 import numpy as np
+import tiny_llada
 import torch
 from bwsft_kernels import MaskSpec
 
 from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.llada_config import LladaConfig
-from bwsft.models.loading import new_backbone
 from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.nelbo import HeldOut
@@ -21,20 +20,16 @@ KINDS = {"exact": Exact, "frozen": FrozenContext, "cached": Cached, "block_causa
 
 
 def model(seed=3):
-    config = LladaConfig(
-        d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, mlp_hidden_size=48, vocab_size=50,
-        max_sequence_length=64, mask_token_id=MASK, eos_token_id=EOS, pad_token_id=EOS,
-    )
-    return new_backbone(config, seed, dtype=torch.float64)
+    return tiny_llada.backbone(seed=seed, n_kv_heads=2)
 
 
-def batch(lengths=((5, 9), (3, 12), (4, 6)), canvas="fixed", visit=0):
+def batch(lengths=((5, 9), (3, 12), (4, 6)), canvas="fixed", visit=0, mask_id=MASK):
     layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, canvas=canvas, block_size=4, gen_length=16, max_length=32
+        mask_id=mask_id, eos_id=EOS, canvas=canvas, block_size=4, gen_length=16, max_length=32
     )
     rng = np.random.default_rng(0)
     examples = [
-        Example(rng.integers(2, 49, p), rng.integers(2, 49, r), i, visit)
+        Example(rng.integers(2, mask_id, p), rng.integers(2, mask_id, r), i, visit)
         for i, (p, r) in enumerate(lengths)
     ]
     return pack(examples, layout)

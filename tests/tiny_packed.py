@@ -12,14 +12,18 @@ STARTS, SIZES = (5, 4, 9), (4, 3, 4)  # active blocks; the second is short
 MASK, EOS = 49, 1
 
 
+def batch_of(ids, lengths=None):
+    """A batch of these ids [T]: one sequence, or sequences of these lengths."""
+    lengths = lengths or (len(ids),)
+    return SimpleNamespace(
+        ids=ids, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]), max_length=max(lengths),
+    )
+
+
 def packed(lengths=LENGTHS, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return SimpleNamespace(
-        ids=torch.randint(0, MASK, (sum(lengths),), generator=generator),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        max_length=max(lengths),
-    )
+    return batch_of(torch.randint(0, MASK, (sum(lengths),), generator=generator), lengths)
 
 
 def span(starts=STARTS, sizes=SIZES, even=None):

@@ -86,8 +86,7 @@ def test_naive_masks_the_active_block_and_the_suffix(monkeypatch, block, masked)
 
 def test_nothing_is_timed_when_a_loss_is_wrong(monkeypatch):
     right = steps.mode_losses
-    monkeypatch.setattr(steps, "mode_losses",
-                        lambda *args: (loss * 1.001 for loss in right(*args)))
+    monkeypatch.setattr(steps, "mode_losses", lambda *args: (loss * 1.001 for loss in right(*args)))
     with pytest.raises(SystemExit, match="exact loss .* is not the full-logits loss"):
         bench_step.main(TINY)
 

@@ -18,8 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def suite(monkeypatch, tmp_path):
     """The suite on a folder of three small scripts."""
     (tmp_path / "ok.py").write_text("print('a table'); print('{\"bench\": \"ok\"}')")
-    (tmp_path / "slow.py").write_text(
-        "import time; print('one line', flush=True); time.sleep(60)")
+    (tmp_path / "slow.py").write_text("import time; print('one line', flush=True); time.sleep(60)")
     (tmp_path / "bad.py").write_text("raise RuntimeError('no GPU')")
     monkeypatch.setattr(gpu_suite, "HERE", tmp_path)
     return gpu_suite

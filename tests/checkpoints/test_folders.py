@@ -272,14 +272,11 @@ def test_state_of_something_else_is_refused(tmp_path):
             read_state(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda w, n: w.pop(n), "lacks tensor .*lora_A"),
-        (lambda w, n: w.update(extra=w[n].clone()), "has an unknown tensor extra"),
-        (lambda w, n: w.update({n: w[n][:1]}), r"has shape \(1, 32\), the run needs \(3, 32\)"),
-    ],
-)
+@pytest.mark.parametrize(("edit", "message"), [
+    (lambda w, n: w.pop(n), "lacks tensor .*lora_A"),
+    (lambda w, n: w.update(extra=w[n].clone()), "has an unknown tensor extra"),
+    (lambda w, n: w.update({n: w[n][:1]}), r"has shape \(1, 32\), the run needs \(3, 32\)"),
+])
 def test_an_adapter_that_does_not_fit_is_refused(saved, edit, message):
     run, path = saved(lora=LORA)
     tensors = load_file(path / ADAPTER)

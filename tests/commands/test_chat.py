@@ -128,17 +128,14 @@ def test_commands_change_the_decoding(conversation, ids, monkeypatch, capsys):
     assert now.decoder.config.steps is None and now.command("/steps") == "steps: one per token"
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("/steps 3", "multiple of the number of blocks, 2"),
-        ("/steps x", "/steps needs a whole number, not 'x'"),
-        ("/block 3", "block_size 3 must divide gen_length 8"),
-        ("/context sideways", "context must be one of exact, cached, prefix, block_causal"),
-        ("/seed -1", "seed must be in"),
-        ("/unknown", "/unknown is no command; /help lists them"),
-    ],
-)
+@pytest.mark.parametrize("line, message", [
+    ("/steps 3", "multiple of the number of blocks, 2"),
+    ("/steps x", "/steps needs a whole number, not 'x'"),
+    ("/block 3", "block_size 3 must divide gen_length 8"),
+    ("/context sideways", "context must be one of exact, cached, prefix, block_causal"),
+    ("/seed -1", "seed must be in"),
+    ("/unknown", "/unknown is no command; /help lists them"),
+])
 def test_bad_commands_change_nothing(conversation, line, message):
     now = conversation()
     before = now.decoder.config

@@ -37,15 +37,6 @@ def test_agreement_by_hand():
     assert together["first_divergence"] == 1 and together["identical"] == 0.25
 
 
-@pytest.fixture
-def questions(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "gsm8k.jsonl"
-    rows = [{"question": q, "answer": f"so\n#### {len(q)}"} for q in ("1+1", "What?", "7", "x")]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folder, capsys):
     model = str(model_folder())
     command = ["--model", model, "--data", str(questions), "--dtype", "float64", *WORDS]
@@ -80,20 +71,17 @@ def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folde
     assert first["flops"] < second["flops"]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--modes exact,warm", "--modes has 'warm': choose from exact"),
-        ("--modes exact", "at least two modes, each once"),
-        ("--modes exact,exact", "at least two modes, each once"),
-        ("--context exact", "leave it out"),
-        ("--rule apd --mixture 1", "rule apd decodes under context exact alone"),
-        ("--refresh 2", "--refresh does not fit every context mode"),
-        ("--cfg-scale 1", "--cfg-scale does not fit"),
-        ("--suffix absent", "--suffix does not fit"),
-        ("--limit 0", "--limit must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--modes exact,warm", "--modes has 'warm': choose from exact"),
+    ("--modes exact", "at least two modes, each once"),
+    ("--modes exact,exact", "at least two modes, each once"),
+    ("--context exact", "leave it out"),
+    ("--rule apd --mixture 1", "rule apd decodes under context exact alone"),
+    ("--refresh 2", "--refresh does not fit every context mode"),
+    ("--cfg-scale 1", "--cfg-scale does not fit"),
+    ("--suffix absent", "--suffix does not fit"),
+    ("--limit 0", "--limit must be at least 1"),
+])
 def test_what_compares_nothing_is_one_line(questions, capsys, words, message):
     assert main(["compare", "--data", str(questions), *words.split()]) == 2
     assert message in capsys.readouterr().err

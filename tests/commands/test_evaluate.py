@@ -2,6 +2,7 @@
 
 import json
 
+import jsonl
 import pytest
 
 from bwsft.cli import main
@@ -11,24 +12,10 @@ from bwsft.decoding.pipeline import DecoderOptions, make_decoder
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
 
-@pytest.fixture
-def questions(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "gsm8k.jsonl"
-    rows = [{"question": q, "answer": f"so\n#### {len(q)}"} for q in ("1+1", "What?", "7", "x")]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_outputs_are_scored_as_by_the_function(questions, tmp_path, capsys):
-    outputs = tmp_path / "out.jsonl"
     rows = [{"question": "1+1", "output": "#### 3"}, {"question": "What?", "output": "#### 4"},
             {"question": "unasked", "output": "5"}]
-    outputs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outputs = jsonl.write(tmp_path / "out.jsonl", *rows)
     words = ["--outputs", str(outputs), "--data", str(questions), "--json", "r.json"]
     assert main(["evaluate", "--task", "gsm8k", *words]) == 0
     shown = capsys.readouterr().out
@@ -49,7 +36,7 @@ def test_a_model_answers_with_the_options_given(questions, tmp_path, model_folde
     assert main(["evaluate", *command, "--save", "s.jsonl", "--json", "r.json"]) == 0
     options = DecoderOptions(gen_length=12, block_size=4, steps=6, template="none")
     expected = make_decoder(str(folder), options)(["1+1", "What?", "7"])
-    rows = read(tmp_path / "s.jsonl")
+    rows = jsonl.read(tmp_path / "s.jsonl")
     assert [(r["output"], r["tokens"], r["truncated"]) for r in rows] == [
         (text, tokens, not ended) for text, tokens, ended in expected
     ]

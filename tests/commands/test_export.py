@@ -39,11 +39,7 @@ def make(tmp_path_factory, tokenizer_folder):
         backbone.model.save_pretrained(root / "base")
         backbone.family = dataclasses.replace(backbone.family, end_ids=(258, 256))
         config = dataclasses.replace(
-            presets.debug(),
-            model=str(root / "base"),
-            lora=lora,
-            gen_length=24,
-            block_size=6,
+            presets.debug(), model=str(root / "base"), lora=lora, gen_length=24, block_size=6,
             dataset=c.DataConfig(template="none"),
         )
         return run_of(root, backbone, config, tokenizer_folder)

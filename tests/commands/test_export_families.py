@@ -23,14 +23,8 @@ from bwsft.models.loading import load_backbone
 
 LORA = c.LoraConfig(rank=3, alpha=7.0, dropout=0.1)
 HF = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=320,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=256,
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=320, max_position_embeddings=64, pad_token_id=0, eos_token_id=256,
 )
 BERTS = dict(bos_token_id=256, cls_token_id=256, sep_token_id=256, mask_token_id=257)
 FOREIGN = {

@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 import tyro
+from jsonl import read as rows
+from jsonl import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bwsft import config as c
@@ -46,10 +48,7 @@ def run_folder(tmp_path_factory, tokenizer_folder):
         backbone.head()[0][[256, 258]] *= 4
     backbone.family = dataclasses.replace(backbone.family, end_ids=(258, 256))
     config = c.Config(
-        preset="debug",
-        gen_length=12,
-        block_size=4,
-        dataset=c.DataConfig(template="none"),
+        preset="debug", gen_length=12, block_size=4, dataset=c.DataConfig(template="none"),
         lora=c.LoraConfig(rank=0),
     )
     state = {"config": json.loads(c.to_json(config)), "data": "", "base": None}
@@ -61,13 +60,7 @@ def run_folder(tmp_path_factory, tokenizer_folder):
 
 @pytest.fixture
 def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"question": q, "id": 1}) + "\n" for q in QUESTIONS))
-    return path
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return write(tmp_path / "prompts.jsonl", *({"question": q, "id": 1} for q in QUESTIONS))
 
 
 def options(run_folder, prompts, tmp_path, **changes):
@@ -190,15 +183,12 @@ def test_a_trace_tells_every_commitment(run_folder, prompts, tmp_path):
             assert row["tokens"][str(token)] == tokenizer.decode([token])
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("p.txt", "1+1\n\nWhat?\n"),
-        ("p", "\ufeff1+1\r\nWhat?"),
-        ("p.json", '[{"query": "1+1"}, {"prompt": "What?"}]'),
-        ("p.jsonl", '{"problem": "1+1", "answer": 2.5}\n\n{"question": "What?"}'),
-    ],
-)
+@pytest.mark.parametrize("name, content", [
+    ("p.txt", "1+1\n\nWhat?\n"),
+    ("p", "\ufeff1+1\r\nWhat?"),
+    ("p.json", '[{"query": "1+1"}, {"prompt": "What?"}]'),
+    ("p.jsonl", '{"problem": "1+1", "answer": 2.5}\n\n{"question": "What?"}'),
+])
 def test_prompt_files(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content.encode())
@@ -206,16 +196,13 @@ def test_prompt_files(tmp_path, name, content):
     assert found == ["1+1", "What?"]
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ('{"question": "a"}\n{"answer": "b"}\n', "record 2 has no prompt: it needs one of"),
-        ('{"question": "a"}\n{"question": 3}\n', "prompt 2 has no text"),
-        ('{"question": " "}\n', "prompt 1 has no text"),
-        ('{"question": "a"}\n{"que', "p.jsonl:2:"),
-        ("", "holds no records"),
-    ],
-)
+@pytest.mark.parametrize("content, message", [
+    ('{"question": "a"}\n{"answer": "b"}\n', "record 2 has no prompt: it needs one of"),
+    ('{"question": "a"}\n{"question": 3}\n', "prompt 2 has no text"),
+    ('{"question": " "}\n', "prompt 1 has no text"),
+    ('{"question": "a"}\n{"que', "p.jsonl:2:"),
+    ("", "holds no records"),
+])
 def test_bad_prompt_files_are_named_with_the_place(tmp_path, content, message):
     path = tmp_path / "p.jsonl"
     path.write_text(content)
@@ -223,25 +210,22 @@ def test_bad_prompt_files_are_named_with_the_place(tmp_path, content, message):
         infer.read_questions(GenerateOptions(prompts=path, out=tmp_path / "o"))
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"prompt": None}, "either --prompt TEXT or --prompts FILE"),
-        ({"prompts": "p.txt"}, "either --prompt TEXT or --prompts FILE"),
-        ({"prompt": ""}, "--prompt: prompt 1 has no text"),
-        ({"prompt": None, "prompts": "p.txt"}, "--prompts needs --out"),
-        ({"resume": True}, "--resume goes on with an --out file"),
-        ({"out": "x", "trace": "x"}, "name the same file"),
-        ({"out": "."}, "is a folder"),
-        ({"block_size": 5}, "block_size 5 must divide gen_length 12"),
-        ({"block_size": 5, "gen_length": 12, "model": "not there"}, "block_size 5 must divide"),
-        ({"steps": 4}, "steps 4 must be a multiple of the number of blocks, 3"),
-        ({"gen_length": 256, "out": "o"}, "prompt 0 has 3 tokens: with gen_length 256"),
-        ({"prompt": "a\udc80"}, "--prompt: prompt 1 is not valid text"),
-        ({"device": "tpu"}, "--device tpu"),
-        ({"tokenizer": "not there"}, "not there"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"prompt": None}, "either --prompt TEXT or --prompts FILE"),
+    ({"prompts": "p.txt"}, "either --prompt TEXT or --prompts FILE"),
+    ({"prompt": ""}, "--prompt: prompt 1 has no text"),
+    ({"prompt": None, "prompts": "p.txt"}, "--prompts needs --out"),
+    ({"resume": True}, "--resume goes on with an --out file"),
+    ({"out": "x", "trace": "x"}, "name the same file"),
+    ({"out": "."}, "is a folder"),
+    ({"block_size": 5}, "block_size 5 must divide gen_length 12"),
+    ({"block_size": 5, "gen_length": 12, "model": "not there"}, "block_size 5 must divide"),
+    ({"steps": 4}, "steps 4 must be a multiple of the number of blocks, 3"),
+    ({"gen_length": 256, "out": "o"}, "prompt 0 has 3 tokens: with gen_length 256"),
+    ({"prompt": "a\udc80"}, "--prompt: prompt 1 is not valid text"),
+    ({"device": "tpu"}, "--device tpu"),
+    ({"tokenizer": "not there"}, "not there"),
+])
 def test_bad_options_are_one_sentence(run_folder, tmp_path, monkeypatch, changes, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.txt").write_text("text")
@@ -408,11 +392,8 @@ def test_a_verifier_is_reached_from_the_command_line(
 
 def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data = tmp_path / "gsm8k.jsonl"
-    data.write_text(
-        "".join(json.dumps({"question": q, "answer": f"so\n#### {len(q)}"}) + "\n"
-                for q in QUESTIONS)
-    )  # fmt: skip
+    records = ({"question": q, "answer": f"so\n#### {len(q)}"} for q in QUESTIONS)
+    data = write(tmp_path / "gsm8k.jsonl", *records)
     decode = make_decoder(str(run_folder), DecoderOptions(batch_size=2))
     result = evaluate(EvaluateOptions("gsm8k", model=run_folder, data=data), decode)
     tokenizer, results = expected(run_folder)

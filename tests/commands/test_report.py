@@ -8,6 +8,8 @@ import shutil
 import subprocess
 
 import pytest
+from jsonl import read as lines
+from jsonl import write
 
 from bwsft import config as c
 from bwsft import presets
@@ -31,18 +33,14 @@ def data_of(path):
     return json.loads(re.search(r'<script [^>]*id="data">(.*?)</script>', text, re.S)[1])
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def small_run(folder, steps=3, config=None):
     """A run folder without checkpoints."""
     folder.mkdir()
     config = config or c.Config(preset="llada-8b-lora", model="missing/folder/x", steps=9)
     (folder / "config.json").write_text(c.to_json(config))
     numbers = {"loss": 2.0, "lr": 1e-5, "grad_norm": 0.5, "tokens": 100, "supervised_tokens": 25}
-    rows = [{"step": i + 1, **numbers, "seconds": 0.5} for i in range(steps)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = ({"step": i + 1, **numbers, "seconds": 0.5} for i in range(steps))
+    write(folder / "metrics.jsonl", *rows)
     return folder
 
 
@@ -204,15 +202,12 @@ def test_the_page_asks_the_network_for_nothing():
     assert "default-src 'none'" in text
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["gone"], "gone is not a run folder: it has no config.json"),
-        (["RUN", "--samples", "-1"], "--samples must be at least 0"),
-        (["RUN", "--steps", "3"], "steps 3 must be a multiple of the number of blocks, 4"),
-        (["RUN", "--out", "RUN"], "is a folder: name a file"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    (["gone"], "gone is not a run folder: it has no config.json"),
+    (["RUN", "--samples", "-1"], "--samples must be at least 0"),
+    (["RUN", "--steps", "3"], "steps 3 must be a multiple of the number of blocks, 4"),
+    (["RUN", "--out", "RUN"], "is a folder: name a file"),
+])
 def test_what_cannot_be_reported_is_refused(tmp_path, capsys, words, message):
     run = str(small_run(tmp_path / "run"))
     assert main(["report", *(run if word == "RUN" else word for word in words)]) == 2

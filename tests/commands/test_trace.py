@@ -3,6 +3,7 @@
 import json
 import math
 
+import jsonl
 import pytest
 
 from bwsft.cli import main
@@ -18,9 +19,7 @@ RECORD = {
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps({**RECORD, "question": "first"}) + "\n" + json.dumps(RECORD) + "\n")
-    return path
+    return jsonl.write(tmp_path / "t.jsonl", {**RECORD, "question": "first"}, RECORD)
 
 
 def test_tokens_stand_in_their_places_with_their_steps(file, capsys):
@@ -65,16 +64,12 @@ def test_a_png_is_drawn_from_what_generate_writes(model_folder, tmp_path, capsys
     assert "1+1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"commits": []}, {"commits": [[0, 6, 7, 0.5]]}, {"commits": [[0, 1, 3, 0.5]]},
-        {"commits": [[0, 1, 7]]}, {"tokens": None}, {"block_size": 0}, {"gen_length": "x"},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"commits": []}, {"commits": [[0, 6, 7, 0.5]]}, {"commits": [[0, 1, 3, 0.5]]},
+    {"commits": [[0, 1, 7]]}, {"tokens": None}, {"block_size": 0}, {"gen_length": "x"},
+])  # fmt: skip
 def test_what_is_no_trace_is_refused(tmp_path, capsys, changes):
-    path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps({**RECORD, **changes}) + "\n")
+    path = jsonl.write(tmp_path / "t.jsonl", {**RECORD, **changes})
     assert main(["trace", str(path)]) == 2
     assert "line 1 is no trace of bwsft generate --trace" in capsys.readouterr().err
 

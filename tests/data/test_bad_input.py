@@ -50,50 +50,41 @@ def test_the_command_works_without_the_faults(tiny, flags, capsys):
     assert main(flags(tiny())) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["train"], "Expected one of {debug, llada-8b-lora, paper, released}"),
-        (["train", "nonsense"], "nonsense"),
-        (["train", "debug", "--optim.momentum", "0.9"], "--optim.momentum"),
-        (["train", "debug", "--steps", "many"], "invalid"),
-        (["train", "debug", "--dataset.canvas", "round"], "round"),
-        (["retrain"], "unknown command 'retrain'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "word"), [
+    (["train"], "Expected one of {debug, llada-8b-lora, paper, released}"),
+    (["train", "nonsense"], "nonsense"),
+    (["train", "debug", "--optim.momentum", "0.9"], "--optim.momentum"),
+    (["train", "debug", "--steps", "many"], "invalid"),
+    (["train", "debug", "--dataset.canvas", "round"], "round"),
+    (["retrain"], "unknown command 'retrain'"),
+])
 def test_unknown_words(arguments, word, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert word in refused(arguments, capsys)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"block_size": 5}, "--block-size 5 must divide --gen-length 16; try --gen-length 20"),
-        ({"steps": 0}, "--steps must be at least 1"),
-        ({"micro_batch_size": 3}, "--micro-batch-size 3 must divide --batch-size 4"),
-        ({"seed": -1}, "--seed must lie in"),
-        ({"device": "tpu9"}, "--device tpu9: use auto, cpu, cuda"),
-        ({"tokenizer": "/nowhere/at/all"}, "/nowhere/at/all doesn't exist"),
-        ({"dataset": c.DataConfig(template="chat", holdout=40)}, "--dataset.holdout 40 leaves"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "word"), [
+    ({"block_size": 5}, "--block-size 5 must divide --gen-length 16; try --gen-length 20"),
+    ({"steps": 0}, "--steps must be at least 1"),
+    ({"micro_batch_size": 3}, "--micro-batch-size 3 must divide --batch-size 4"),
+    ({"seed": -1}, "--seed must lie in"),
+    ({"device": "tpu9"}, "--device tpu9: use auto, cpu, cuda"),
+    ({"tokenizer": "/nowhere/at/all"}, "/nowhere/at/all doesn't exist"),
+    ({"dataset": c.DataConfig(template="chat", holdout=40)}, "--dataset.holdout 40 leaves"),
+])
 def test_values_that_no_run_can_use(refuse, changes, word):
     assert word in refuse(**changes)
 
 
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        (None, "data.jsonl doesn't exist"),
-        ("", "data.jsonl is empty"),
-        ("\n\n", "there are no records in"),
-        (GOOD_LINE + GOOD_LINE[:20], "data.jsonl, line 2 is not valid JSON"),
-        (GOOD_LINE + '{"query": "1+1"}\n', "data.jsonl, line 2 has 'query' but no 'response'"),
-        (GOOD_LINE.replace("1+1", "1" * 40), "1 longer than max_length 40"),
-    ],
-)
+@pytest.mark.parametrize(("content", "word"), [
+    (None, "data.jsonl doesn't exist"),
+    ("", "data.jsonl is empty"),
+    ("\n\n", "there are no records in"),
+    (GOOD_LINE + GOOD_LINE[:20], "data.jsonl, line 2 is not valid JSON"),
+    (GOOD_LINE + '{"query": "1+1"}\n', "data.jsonl, line 2 has 'query' but no 'response'"),
+    (GOOD_LINE.replace("1+1", "1" * 40), "1 longer than max_length 40"),
+])
 def test_data_files(refuse, tmp_path, content, word):
     path = tmp_path / "data.jsonl"
     if content is not None:
@@ -146,14 +137,11 @@ def test_broken_models(refuse, model_folder, fault):
     assert word in refuse(model=str(folder), tokenizer=None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"max_sequence_length": 22}, "prompt + gen_length needs 23 positions, the model has 22"),
-        ({"vocab_size": 258}, "token id 258, outside the model's vocabulary of 258"),
-        ({"mask_token_id": 300}, "the model's mask id is 300, the tokenizer's is 257"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "word"), [
+    ({"max_sequence_length": 22}, "prompt + gen_length needs 23 positions, the model has 22"),
+    ({"vocab_size": 258}, "token id 258, outside the model's vocabulary of 258"),
+    ({"mask_token_id": 300}, "the model's mask id is 300, the tokenizer's is 257"),
+])
 def test_models_that_do_not_fit_data_or_tokenizer(refuse, model_folder, fields, word):
     assert word in refuse(model=str(model_folder(**fields)), tokenizer=None)
 
@@ -198,15 +186,12 @@ def resume(folder, capsys, snapshot, *more):
     return message
 
 
-@pytest.mark.parametrize(
-    ("more", "word"),
-    [
-        (["--steps", "9"], "steps: 4 -> 9"),
-        (["--block-size", "8"], "block_size: 4 -> 8"),
-        (["--seed", "9", "--optim.lr", "0.5"], "seed: 3 -> 9; optim.lr: 0.003 -> 0.5"),
-        (["--lora.rank", "4"], "lora.rank: 0 -> 4"),
-    ],
-)
+@pytest.mark.parametrize(("more", "word"), [
+    (["--steps", "9"], "steps: 4 -> 9"),
+    (["--block-size", "8"], "block_size: 4 -> 8"),
+    (["--seed", "9", "--optim.lr", "0.5"], "seed: 3 -> 9; optim.lr: 0.003 -> 0.5"),
+    (["--lora.rank", "4"], "lora.rank: 0 -> 4"),
+])
 def test_resume_with_other_options(finished, capsys, snapshot, more, word):
     folder = finished()
     assert f"{folder / 'config.json'} was started otherwise: {word};" in resume(

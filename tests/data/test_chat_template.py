@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import tiny_tokenizer
 
 from bwsft.data.chat_template import METAMATH, Template
 from bwsft.data.records import Record
@@ -22,17 +23,8 @@ LLADA_LIKE = (
 
 
 def byte_tokenizer(chat_template=None, specials=SPECIALS, **roles):
-    """One token per byte, then the special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(specials))
     roles = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"} | roles
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **roles)
+    return tiny_tokenizer.byte_tokenizer(specials, chat_template=chat_template, **roles)
 
 
 @pytest.fixture
@@ -147,23 +139,20 @@ def test_special_tokens_that_swallow_blanks():
     assert len(expected) == 3
 
 
-@pytest.mark.parametrize(
-    ("chat_template", "turns", "complaint"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", [], "refuses .*roles must alternate"),
-        ("no messages here", [], "every message once and in order"),
-        (
-            "{% for m in messages %}{{ m['content'] | replace(' ', '') }}{% endfor %}",
-            [],
-            "changes the blanks",
-        ),
-        (
-            "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}{% endfor %}",
-            [("user", "a"), ("assistant", "hm</think>b"), ("user", "c")],
-            "rewrites the text",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("chat_template", "turns", "complaint"), [
+    ("{{ raise_exception('roles must alternate') }}", [], "refuses .*roles must alternate"),
+    ("no messages here", [], "every message once and in order"),
+    (
+        "{% for m in messages %}{{ m['content'] | replace(' ', '') }}{% endfor %}",
+        [],
+        "changes the blanks",
+    ),
+    (
+        "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}{% endfor %}",
+        [("user", "a"), ("assistant", "hm</think>b"), ("user", "c")],
+        "rewrites the text",
+    ),
+])
 def test_templates_that_cannot_be_taken_apart(chat_template, turns, complaint):
     tokenizer = byte_tokenizer(chat_template)
     with pytest.raises(ValueError, match=complaint):

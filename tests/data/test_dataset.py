@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jsonl import write
+from tiny_tokenizer import byte_tokenizer
 
 from bwsft.data import dataset as data
 from bwsft.data import token_cache
@@ -18,34 +20,16 @@ PLAIN = DataOptions(template="none", max_length=20, gen_length=8)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token per byte, and EOS."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
+    return byte_tokenizer(eos_token="<|eos|>")
 
 
 def records(*pairs):
     return [{"query": query, "response": response} for query, response in pairs]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 MIXED = records(
-    ("q", "r"),
-    ("too long" * 3, "r"),
-    ("  ", "empty prompt"),
-    ("q", "\n"),
-    ("exactly", "20 tokens..."),
-    ("one over", "20 tokens..."),
-    ("longer", "than 8 ids"),
+    ("q", "r"), ("too long" * 3, "r"), ("  ", "empty prompt"), ("q", "\n"),
+    ("exactly", "20 tokens..."), ("one over", "20 tokens..."), ("longer", "than 8 ids"),
 )
 
 
@@ -92,7 +76,7 @@ def test_blank_file(tokenizer, tmp_path):
 
 
 def test_malformed_record_stops_or_is_skipped(tokenizer, tmp_path):
-    path = write(tmp_path / "a.jsonl", records(("a", "b")) * 2 + [{"query": "c"}] * 25)
+    path = write(tmp_path / "a.jsonl", *records(("a", "b")) * 2, *[{"query": "c"}] * 25)
     with path.open("a") as file:
         file.write('{"query": "cut')
     with pytest.raises(ValueError, match=r"a.jsonl, line 3 has 'query' but no 'response'.*on_bad"):
@@ -159,7 +143,7 @@ def test_selection_and_longest_row(tokenizer):
 
 @pytest.fixture
 def source(tmp_path):
-    return write(tmp_path / "source.jsonl", records(*((f"q{i}", f"r{i}") for i in range(30))))
+    return write(tmp_path / "source.jsonl", *records(*((f"q{i}", f"r{i}") for i in range(30))))
 
 
 def tokens_of(kept):

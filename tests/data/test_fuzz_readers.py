@@ -1,4 +1,4 @@
-"""Hostile files forevery reader of data and of a run's files: each is read, or refused in one
+"""Hostile files for every reader of data and of a run's files: each is read, or refused in one
 sentence that names the file. (Models and tokenizers: test_fuzz_models.py.)"""
 
 import dataclasses
@@ -92,8 +92,7 @@ READERS = {
     "config.json": (json.dumps(CONFIG).encode(), lambda p: c.from_json(read_text(p))),
     "state.json": (json.dumps(STATE).encode(), lambda p: read_state(p.parent)),
     "manifest.json": (b'{"state.json": {"bytes": 0, "sha256": "0"}}', read_manifest),
-    "adapter_config.json": (json.dumps(ADAPTER).encode(),
-                            lambda p: read_adapter_config(p.parent)),
+    "adapter_config.json": (json.dumps(ADAPTER).encode(), lambda p: read_adapter_config(p.parent)),
     "tokens.safetensors": ("cached_tokens", read_cache),
 }  # fmt: skip
 DATA = {name for name, (_, read) in READERS.items() if read == "load_set"}

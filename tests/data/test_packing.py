@@ -23,30 +23,24 @@ def row(prompt, response, **options):
     return batch.ids.tolist(), batch.response_lengths.item()
 
 
-@pytest.mark.parametrize(
-    ("response", "ids", "length"),
-    [
-        ([4], [1, 2, 3, 4, E, E, E, M, M, M, M], 4),
-        ([4, 4, 4, 4], [1, 2, 3, 4, 4, 4, 4, M, M, M, M], 4),
-        ([4] * 5, [1, 2, 3, 4, 4, 4, 4, 4, E, E, E], 8),
-        ([4] * 8, [1, 2, 3] + [4] * 8, 8),
-        ([4] * 9, [1, 2, 3] + [4] * 9 + [E, E, E], 12),  # extends its own canvas
-    ],
-)
+@pytest.mark.parametrize(("response", "ids", "length"), [
+    ([4], [1, 2, 3, 4, E, E, E, M, M, M, M], 4),
+    ([4, 4, 4, 4], [1, 2, 3, 4, 4, 4, 4, M, M, M, M], 4),
+    ([4] * 5, [1, 2, 3, 4, 4, 4, 4, 4, E, E, E], 8),
+    ([4] * 8, [1, 2, 3] + [4] * 8, 8),
+    ([4] * 9, [1, 2, 3] + [4] * 9 + [E, E, E], 12),  # extends its own canvas
+])
 def test_fixed_canvas(response, ids, length):
     assert row([1, 2, 3], response) == (ids, length)
 
 
-@pytest.mark.parametrize(
-    ("response", "ids", "length"),
-    [
-        # Blocks of 4 from position 0: the response's first block is position 3 alone.
-        ([4], [1, 2, 3, 4] + [M] * 7, 1),
-        ([4, 4], [1, 2, 3, 4, 4, E, E, E, M, M, M], 5),
-        ([4] * 9, [1, 2, 3] + [4] * 9, 9),
-        ([4] * 10, [1, 2, 3] + [4] * 10 + [E, E, E], 13),
-    ],
-)
+@pytest.mark.parametrize(("response", "ids", "length"), [
+    # Blocks of 4 from position 0: the response's first block is position 3 alone.
+    ([4], [1, 2, 3, 4] + [M] * 7, 1),
+    ([4, 4], [1, 2, 3, 4, 4, E, E, E, M, M, M], 5),
+    ([4] * 9, [1, 2, 3] + [4] * 9, 9),
+    ([4] * 10, [1, 2, 3] + [4] * 10 + [E, E, E], 13),
+])
 def test_absolute_grid(response, ids, length):
     assert row([1, 2, 3], response, block_origin="absolute") == (ids, length)
 
@@ -62,15 +56,12 @@ def test_padded_canvas_shows_its_pads():
         row([1, 2, 3], [4] * 10, canvas="padded")
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"canvas": "tight"}, "unknown canvas 'tight'; known are fixed"),
-        ({"block_size": 3}, "block_size 3 doesn't divide gen_length 8"),
-        ({"block_size": 0}, "at least 1"),
-        ({"block_origin": "left"}, "block_origin must be one of .*, not 'left'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "complaint"), [
+    ({"canvas": "tight"}, "unknown canvas 'tight'; known are fixed"),
+    ({"block_size": 3}, "block_size 3 doesn't divide gen_length 8"),
+    ({"block_size": 0}, "at least 1"),
+    ({"block_origin": "left"}, "block_origin must be one of .*, not 'left'"),
+])
 def test_layout_complaints(options, complaint):
     with pytest.raises(ValueError, match=complaint):
         row([1], [4], **options)

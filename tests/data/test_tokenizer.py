@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_folders import QWEN, SHAPE, WEIGHTS, edit, qwen, same, saved
+from tiny_trainer import trainer_of
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -21,7 +22,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -33,7 +33,7 @@ from bwsft.models.dream_sdar import SdarConfig
 from bwsft.models.families import Facts
 from bwsft.models.loading import as_backbone, load_backbone, new_backbone, read_family, set_mask
 from bwsft.training import trainer as t
-from bwsft.training.hf_trainer import BlockwiseTrainer, load_examples
+from bwsft.training.hf_trainer import BlockwiseTrainer
 
 
 @pytest.fixture
@@ -48,16 +48,13 @@ def decoder(tmp_path, tokenizer_folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "lacks mask_token_id: an autoregressive model has none; train it with --mask-token"),
-        (["--mask-token", "<|new|>"], "lacks logit_shift: an autoregressive"),
-        (["--mask-token", "7", "--logit-shift", "1"], "'7' is text of its own"),
-        (["--mask-token", "", "--logit-shift", "1"], "'' is text of its own"),
-        (["--mask-token", "<|endoftext|>", "--logit-shift", "1"], "ends a text already"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ([], "lacks mask_token_id: an autoregressive model has none; train it with --mask-token"),
+    (["--mask-token", "<|new|>"], "lacks logit_shift: an autoregressive"),
+    (["--mask-token", "7", "--logit-shift", "1"], "'7' is text of its own"),
+    (["--mask-token", "", "--logit-shift", "1"], "'' is text of its own"),
+    (["--mask-token", "<|endoftext|>", "--logit-shift", "1"], "ends a text already"),
+])
 def test_training_without_a_mask_says_what_to_do(decoder, data_file, capsys, flags, message):
     argv = ["train", "debug", "--model", str(decoder), "--data", str(data_file)]
     assert main([*argv, "--out", str(decoder / "run"), *flags]) == 2
@@ -199,23 +196,10 @@ def test_the_trainer_of_transformers_takes_other_families(
     config = tiny(model=str(folder), tokenizer=None, context="cached", optim=c.OptimConfig(
         lr=3e-3, warmup=0.0, floor=1.0), micro_batch_size=4, steps=3)  # fmt: skip
     ours = [t.train_step(run, step).loss for run in [make_run(config)] for step in range(3)]
-    losses = []
-
-    class Note(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **_):
-            losses.extend([logs["loss"]] if "loss" in logs else [])
-
     model, words = auto.from_pretrained(folder), load_tokenizer(folder)
-    train, _ = load_examples(config, words, model)
-    arguments = TrainingArguments(
-        str(tmp_path / "hf"), max_steps=3, per_device_train_batch_size=4, learning_rate=3e-3,
-        adam_beta1=config.optim.beta1, adam_beta2=config.optim.beta2, logging_steps=1,
-        lr_scheduler_type="constant", save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True,
-    )  # fmt: skip
-    BlockwiseTrainer(model, arguments, config=config, train_dataset=train, callbacks=[Note()],
-                     processing_class=words).train()  # fmt: skip
-    assert losses == pytest.approx(ours, rel=1e-5) and len(set(ours)) == 3
+    trainer, recorder = trainer_of(model, config, words, tmp_path / "hf")
+    trainer.train()
+    assert recorder.losses == pytest.approx(ours, rel=1e-5) and len(set(ours)) == 3
 
 
 def test_the_trainer_refuses_a_block_causal_family(tiny, tmp_path):

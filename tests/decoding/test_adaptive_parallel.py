@@ -171,7 +171,6 @@ def test_a_window_over_everything_is_no_cache(shift):
     for seed in range(4):
         model, prompts = model_of(seed, logit_shift=shift), prompts_of(seed, (3, 8, 5))
         config = DecodeConfig(15, 5, rule="apd", mixture=0.8, lookahead=4, stop_at_end=False)
-        exact = generate(model, prompts, config, trace=True, verifier=verifier)
         for suffix in ("all", "absent"):
             base = dataclasses.replace(config, suffix=suffix)
             exact = generate(model, prompts, base, trace=True, verifier=verifier)
@@ -297,17 +296,14 @@ def test_ids_that_the_verifier_does_not_know_are_never_produced():
         generate(model, [[13]], config, verifier=new_verifier(causal_lm(0, 12)))
 
 
-@pytest.mark.parametrize(
-    "family, fields, prompt, rows, message",
-    [
-        ({}, {}, [3], None, "rule apd needs a verifier: a causal LM with the model's vocabulary"),
-        ({}, {"rule": "quota", "mixture": None}, [3], 16, "a verifier belongs to rule apd"),
-        ({}, {}, [3], 12, "the verifier has 12 token ids, too few for id 15 of the model"),
-        ({}, {}, [], 16, "prompt 0 is empty, but a verifier predicts from the token before"),
-        ({}, {}, [3] * 57, 16, "prompt 0 needs 65 positions with its canvas, more than the ver"),
-        ({"softcap": 4.0}, {}, [3], 16, "rule apd needs linear heads"),
-    ],
-)
+@pytest.mark.parametrize("family, fields, prompt, rows, message", [
+    ({}, {}, [3], None, "rule apd needs a verifier: a causal LM with the model's vocabulary"),
+    ({}, {"rule": "quota", "mixture": None}, [3], 16, "a verifier belongs to rule apd"),
+    ({}, {}, [3], 12, "the verifier has 12 token ids, too few for id 15 of the model"),
+    ({}, {}, [], 16, "prompt 0 is empty, but a verifier predicts from the token before"),
+    ({}, {}, [3] * 57, 16, "prompt 0 needs 65 positions with its canvas, more than the ver"),
+    ({"softcap": 4.0}, {}, [3], 16, "rule apd needs linear heads"),
+])
 def test_bad_verifiers_are_refused(family, fields, prompt, rows, message):
     config = DecodeConfig(8, 4, **{"rule": "apd", "mixture": 0.5, **fields})
     verifier = rows and new_verifier(causal_lm(0, rows))
@@ -320,16 +316,13 @@ class Words:
         self.get_vocab, self.get_added_vocab = lambda: vocabulary | added, lambda: added
 
 
-@pytest.mark.parametrize(
-    "theirs, message",
-    [
-        ({"a": 0, "b": 1, "<end>": 2}, None),
-        ({"a": 0, "b": 1, "more": 3}, None),
-        ({"a": 0, "b": 2, "<end>": 1}, "'b' is 2 there and 1 in"),
-        ({"a": 0, "<end>": 2}, "'b' is None there"),
-        ({"a": 0, "b": 1, "<end>": 5}, "'<end>' is 5 there and 2 in"),
-    ],
-)
+@pytest.mark.parametrize("theirs, message", [
+    ({"a": 0, "b": 1, "<end>": 2}, None),
+    ({"a": 0, "b": 1, "more": 3}, None),
+    ({"a": 0, "b": 2, "<end>": 1}, "'b' is 2 there and 1 in"),
+    ({"a": 0, "<end>": 2}, "'b' is None there"),
+    ({"a": 0, "b": 1, "<end>": 5}, "'<end>' is 5 there and 2 in"),
+])
 def test_token_ids_must_mean_the_same_to_both(theirs, message, tmp_path, monkeypatch):
     """An added token such as [MASK] or an end token may be missing, but not stand elsewhere."""
     causal_lm().save_pretrained(tmp_path)
@@ -352,15 +345,12 @@ def test_a_digest_knows_a_verifier_by_its_place(tmp_path, monkeypatch):
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"threshold": 0.5}, "threshold belongs to rule threshold or edit, and the rule is quota"),
-        ({"rule": "edit", "steps": 24, "min_length": 9}, "steps belongs to rule quota"),
-        ({"rule": "apd", "mixture": 1.0, "lookahead": 0}, "lookahead must be at least 1"),
-        ({"rule": "rcr", "gen_length": 8, "order": "left"}, "rule rcr goes by confidence"),
-    ],
-)
+@pytest.mark.parametrize("fields, message", [
+    ({"threshold": 0.5}, "threshold belongs to rule threshold or edit, and the rule is quota"),
+    ({"rule": "edit", "steps": 24, "min_length": 9}, "steps belongs to rule quota"),
+    ({"rule": "apd", "mixture": 1.0, "lookahead": 0}, "lookahead must be at least 1"),
+    ({"rule": "rcr", "gen_length": 8, "order": "left"}, "rule rcr goes by confidence"),
+])
 def test_wrong_options_are_found_without_the_model(fields, message):
     with pytest.raises(ValueError, match=message):
         decoder.chosen_settings(DecoderOptions(**fields))

@@ -9,6 +9,7 @@ import itertools
 import math
 
 import pytest
+import tiny_decoding
 import torch
 from bwsft_kernels.philox import Stream, gumbel, gumbel_key, gumbel_u24, philox_u24
 from tiny_decoding import ENDS, HEADS, KV_HEADS, MASK, MODES, VOCABULARY, model_of, prompts_of
@@ -162,11 +163,6 @@ def slow_decode(model, prompt, config, request=0, canvas=()):
     return x[first:], commits, forwards
 
 
-def until_end(response):
-    end = next((i for i, token in enumerate(response) if token in ENDS), None)
-    return response[:end], end is not None
-
-
 def assert_equals_slow(model, prompts, config, requests=None, canvases=None):
     """Tokens, steps, commits, forwards of the decoder are those of the slow one; returns results
     and the steps a full canvas takes."""
@@ -176,7 +172,7 @@ def assert_equals_slow(model, prompts, config, requests=None, canvases=None):
     for i, (prompt, request, result) in enumerate(zip(prompts, requests, results, strict=True)):
         canvas = canvases[i] if canvases else ()
         response, commits, forwards = slow_decode(model, prompt, config, request, canvas or ())
-        assert (result.tokens, result.ended) == until_end(response)
+        assert (result.tokens, result.ended) == tiny_decoding.until_end(response)
         expected = [c for c in commits if c[0] < result.steps]
         assert [c[:3] for c in result.trace] == [c[:3] for c in expected]
         confidences = [c.confidence for c in result.trace]
@@ -220,6 +216,7 @@ OPTIONS = {
     "shifted": ({"logit_shift": 1}, {}),
     "shifted absolute": ({"logit_shift": 1, "block_origin": "absolute"}, {"rule": "threshold"}),
     "warm": ({}, {"temperature": 1.1, "seed": 2**40 + 3}),
+    "warm steps": ({"block_origin": "absolute"}, {"temperature": 0.8, "steps_per_block": 2}),
     "warm threshold": ({}, {"temperature": 0.8, "rule": "threshold", "threshold": 0.5}),
     "margin": ({}, {"order": "margin", "steps_per_block": 2}),
     "by entropy": ({}, {"order": "entropy", "steps_per_block": 2}),

@@ -78,27 +78,26 @@ RULES = {
     "threshold": {"rule": "threshold", "threshold": 0.6},
     "noisy": {"temperature": 0.7, "seed": 3},
 }
-
-
 FAMILIES = {"plain": {}, "shift": {"logit_shift": 1}, "grid": {"block_origin": "absolute"}}
 PAIRS = [
     (context, FAMILIES[family])
-    for context in ("exact", "cached", "prefix", "block_causal")
+    for context in tiny_decoding.MODES
     for family in FAMILIES
     if (context, family) != ("block_causal", "shift")  # refused
 ]
+PROMPTS = [[3, 4, 5], [7] * 6, [9, 3, 4, 8, 5], [6, 11], [4, 4], [8, 2, 9]]
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("context", "family"), PAIRS, ids=str)
 def test_tokens_and_confidences_are_those_of_eager_passes(context, rule, family, recorder):
     """Of models of which some rows end early and others go on to the last block."""
-    prompts = [[3, 4, 5], [7] * 6, [9, 3, 4, 8, 5], [6, 11]]
     config = DecodeConfig(16, 4, context=context, **RULES[rule])
     for seed in (0, 4):
         model = model_of(seed=seed, **family)
-        plain = generate(model, prompts, config, trace=True)
-        found = generate(model, prompts, dataclasses.replace(config, graphs=True), trace=True)
+        plain = generate(model, PROMPTS[:4], config, trace=True)
+        graphs_on = dataclasses.replace(config, graphs=True)
+        found = generate(model, PROMPTS[:4], graphs_on, trace=True)
         for a, b in zip(plain, found, strict=True):
             assert (a.tokens, a.steps, a.passes) == (b.tokens, b.steps, b.passes)
             for x, y in zip(a.trace, b.trace, strict=True):
@@ -127,13 +126,10 @@ def test_one_recording_serves_every_block(context, recordings, recorder, monkeyp
 
 def test_batches_do_not_share_recordings(recorder):
     config = DecodeConfig(8, 4, context="cached", batch_size=2, graphs=True)
-    model, prompts = model_of(), [[3, 4, 5], [7] * 6, [9, 3, 4, 8, 5], [6, 11]]
+    model, prompts = model_of(), PROMPTS[:4]
     plain = dataclasses.replace(config, graphs=False, batch_size=4)
     tokens = [g.tokens for g in generate(model, prompts, config)]
     assert tokens == [g.tokens for g in generate(model, prompts, plain)]
-
-
-PROMPTS = [[3, 4, 5], [7] * 6, [9, 3, 4, 8, 5], [6, 11], [4, 4], [8, 2, 9]]
 
 
 def test_recordings_end_with_their_cache(recorder, monkeypatch):
@@ -230,8 +226,3 @@ def test_cuda_graphs_give_the_tokens_of_eager_passes(context):
     plain = generate(model, prompts, config)
     found = generate(model, prompts, dataclasses.replace(config, graphs=True))
     assert [g.tokens for g in plain] == [g.tokens for g in found]
-
-
-def test_apd_has_no_shapes_to_record():
-    with pytest.raises(ValueError, match="other shapes in every step"):
-        DecodeConfig(8, 4, rule="apd", graphs=True)

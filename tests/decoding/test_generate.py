@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tiny_decoding
 import torch
-from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24
-from tiny_decoding import ENDS, MASK, VOCABULARY
+from tiny_decoding import MASK, MODES, VOCABULARY, until_end
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bwsft.decoding.generate
@@ -35,12 +34,11 @@ def model_of(seed=0, dtype=torch.float64, ends=1.5, family=None, **changes) -> B
     return tiny_decoding.model_of(seed, ends, dtype, changes, **(family or {}))
 
 
-def plain_decode(model, prompt, config: DecodeConfig, request=0):
+def plain_decode(model, prompt, config: DecodeConfig):
     """LLaDA's published decoder, row by row, with [MASK] out of the choice: full logits over the
     whole canvas, softmax confidence, topk of the quota, every step of every block.
 
-    Returns the response and (step, position, token, confidence) of every commitment. The noise of
-    temperature > 0 is bwsft's.
+    Returns the response and (step, position, token, confidence) of every commitment.
     """
     size, first = config.block_size, len(prompt)
     grid = 0 if model.family.block_origin == "absolute" else first
@@ -58,12 +56,6 @@ def plain_decode(model, prompt, config: DecodeConfig, request=0):
             if model.family.logit_shift:
                 logits = torch.cat([logits[:1], logits[:-1]])
             choice = logits.clone()
-            if config.temperature:
-                rows = torch.arange(len(x))
-                numbers = [torch.full_like(rows, n) for n in (step, request)]
-                key = gumbel_key(config.seed, numbers[1])
-                u24 = gumbel_u24(logits.shape[1], rows, *numbers, key)
-                choice = logits / config.temperature + gumbel(u24, logits.dtype)
             choice[:, MASK] = -torch.inf
             token = choice.argmax(-1)
             confidence = logits.softmax(-1).gather(1, token[:, None])[:, 0]
@@ -73,11 +65,6 @@ def plain_decode(model, prompt, config: DecodeConfig, request=0):
             commits += [(step, p - first, int(token[p]), float(confidence[p])) for p in picked]
             step += quota > 0
     return x[first:].tolist(), commits
-
-
-def until_end(response):
-    end = next((i for i, token in enumerate(response) if token in ENDS), None)
-    return response[:end], end is not None
 
 
 VARIANTS = {
@@ -133,19 +120,6 @@ def test_a_row_alone_is_the_row_in_a_batch(variant, temperature):
                     alone.tokens, alone.ended, alone.steps
                 )  # fmt: skip
                 assert [c[:3] for c in other.trace] == [c[:3] for c in alone.trace]
-
-
-@pytest.mark.parametrize("variant", ["llada", "absolute"])
-def test_noise_is_that_of_seed_request_step_and_position(variant):
-    config = DecodeConfig(12, 4, steps=6, temperature=0.8, seed=2**40 + 3)
-    requests = [2**34 + 5, 0, 7]
-    for seed in range(4):
-        model = model_of(seed, **VARIANTS[variant])
-        prompts = prompts_of(seed, (3, 6, 9))
-        results = generate(model, prompts, config, requests=requests)
-        for prompt, request, result in zip(prompts, requests, results, strict=True):
-            response, _ = plain_decode(model, prompt, config, request)
-            assert (result.tokens, result.ended) == until_end(response)
 
 
 class Biased(torch.nn.Module):
@@ -303,7 +277,7 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("context", ["exact", "cached", "prefix", "block_causal"])
+@pytest.mark.parametrize("context", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_step_reads_nothing_back_from_the_device(temperature, context):
     model = Biased([0.9, 0.0, 5.0])
@@ -325,18 +299,14 @@ def test_a_step_reads_nothing_back_from_the_device(temperature, context):
     assert reads.found == ["index", "_local_scalar_dense"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rule": "first_hitting"},
-        {"rule": "rcr"},
-        {"rule": "routed", "revise": "uncond", "order_noise": 1.0},
-        {"rule": "routed", "revise": "cond"},
-        {"rule": "edit"},
-        {"rule": "apd", "mixture": 1.0, "lookahead": 3},
-    ],
-    ids=lambda fields: "-".join(map(str, fields.values())),
-)
+@pytest.mark.parametrize("fields", [
+    {"rule": "first_hitting"},
+    {"rule": "rcr"},
+    {"rule": "routed", "revise": "uncond", "order_noise": 1.0},
+    {"rule": "routed", "revise": "cond"},
+    {"rule": "edit"},
+    {"rule": "apd", "mixture": 1.0, "lookahead": 3},
+], ids=lambda fields: "-".join(map(str, fields.values())))
 def test_no_rule_reads_back_from_the_device(fields, monkeypatch):
     # On a GPU the noise's arguments are asserted on the device.
     monkeypatch.setattr("bwsft_kernels.philox.require", lambda condition, message: None)
@@ -424,28 +394,27 @@ def test_dropout_is_off_and_the_mode_is_restored():
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_nan_is_reported():
+@pytest.mark.parametrize("poll", [1, 3])
+def test_nan_is_reported_at_the_next_poll(poll):
     model = model_of(2)
     with torch.no_grad():
         model.model.model.transformer["ln_f"].weight[3] = torch.nan
-    with pytest.raises(FloatingPointError, match="NaN at denoising step 1: decode in float32"):
-        generate(model, prompts_of(2, (4, 6)), DecodeConfig(8, 4))
+    message = f"NaN at denoising step {poll}: decode in float32"
+    with pytest.raises(FloatingPointError, match=message):
+        generate(model, prompts_of(2, (4, 6)), DecodeConfig(8, 4, poll=poll))
 
 
-@pytest.mark.parametrize(
-    "prompts, options, message",
-    [
-        ([[3], [4] * 81], {}, "prompt 1 has 81 tokens: with gen_length 16 that is 97, more than"),
-        ([[3, MASK]], {}, f"prompt 0 contains the .MASK. id {MASK}"),
-        ([[3], [VOCABULARY]], {}, "prompt 1 has a token id outside .0, 16."),
-        ([[-1]], {}, "prompt 0 has a token id outside"),
-        ([3, 4], {}, "prompt 0 is int: give lists of token ids"),
-        (["text"], {}, "prompt 0 is str"),
-        ([[3]], {"banned_ids": (16,)}, "banned_ids has 16, outside"),
-        ([[3]], {"banned_ids": (-1,)}, "banned_ids has -1, outside"),
-        ([[3]], {"banned_ids": tuple(range(15))}, "leave no token"),
-    ],
-)
+@pytest.mark.parametrize("prompts, options, message", [
+    ([[3], [4] * 81], {}, "prompt 1 has 81 tokens: with gen_length 16 that is 97, more than"),
+    ([[3, MASK]], {}, f"prompt 0 contains the .MASK. id {MASK}"),
+    ([[3], [VOCABULARY]], {}, "prompt 1 has a token id outside .0, 16."),
+    ([[-1]], {}, "prompt 0 has a token id outside"),
+    ([3, 4], {}, "prompt 0 is int: give lists of token ids"),
+    (["text"], {}, "prompt 0 is str"),
+    ([[3]], {"banned_ids": (16,)}, "banned_ids has 16, outside"),
+    ([[3]], {"banned_ids": (-1,)}, "banned_ids has -1, outside"),
+    ([[3]], {"banned_ids": tuple(range(15))}, "leave no token"),
+])
 def test_bad_requests_are_refused_at_once(prompts, options, message):
     config = DecodeConfig(16, 4, **options)
     with pytest.raises(ValueError, match=message):

@@ -23,17 +23,9 @@ PROMPT, RESPONSE = [4, 7, 2], [5, 3, 9, 6, 2, 8, 3, 10, 4, 7]
 
 def make(shift):
     config = LladaConfig(
-        d_model=16,
-        n_layers=2,
-        n_heads=2,
-        mlp_hidden_size=24,
-        vocab_size=VOCAB,
-        max_sequence_length=24,
-        mask_token_id=MASK,
-        eos_token_id=EOS,
-        pad_token_id=EOS,
-        init_fn="normal",
-        init_std=0.6,
+        d_model=16, n_layers=2, n_heads=2, mlp_hidden_size=24, vocab_size=VOCAB,
+        max_sequence_length=24, mask_token_id=MASK, eos_token_id=EOS, pad_token_id=EOS,
+        init_fn="normal", init_std=0.6,
     )
     found = new_backbone(config, 3, dtype=torch.float64)
     found.family = dataclasses.replace(found.family, logit_shift=shift)

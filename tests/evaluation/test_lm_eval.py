@@ -3,11 +3,11 @@
 import dataclasses
 import importlib
 import importlib.util
-import json
 import re
 import subprocess
 import sys
 
+import jsonl
 import pytest
 
 from bwsft.data import word_problems as wordproblems
@@ -80,8 +80,7 @@ def tasks(tmp_path):
         ("sums", "generate_until", sums, SUMS),
         ("choices", "multiple_choice", choices, CHOICES),
     ):
-        data = tmp_path / f"{name}.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = jsonl.write(tmp_path / f"{name}.jsonl", *rows)
         text = TASK.format(name=name, kind=kind, data=data, cache=tmp_path / "cache")
         (tmp_path / f"{name}.yaml").write_text(text + rest)
     return tmp_path
@@ -99,7 +98,7 @@ def test_tasks_from_local_files(tasks, model):
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=0,
     )
-    rows = [json.loads(line) for line in (tasks / "sums.jsonl").read_text().splitlines()]
+    rows = jsonl.read(tasks / "sums.jsonl")
     decode = make_decoder(None, DecoderOptions())  # the embedded model's own template and canvas
     texts = [answer.text for answer in decode([row["question"] for row in rows])]
     samples = sorted(found["samples"]["sums"], key=lambda sample: sample["doc_id"])
@@ -116,7 +115,7 @@ def test_tasks_from_local_files(tasks, model):
 
     backbone, template = model.decoder.trained.backbone, model.decoder.template
     best = []
-    for row in map(json.loads, (tasks / "choices.jsonl").read_text().splitlines()):
+    for row in jsonl.read(tasks / "choices.jsonl"):
         (prompt,) = template.encode_prompts([row["question"]])
         pairs = [(prompt, model.tok_encode(text)) for text in row["choices"]]
         values = [e.value for e in log_likelihoods(backbone, pairs, LikelihoodConfig(draws=8))]

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from jsonl import read
+from jsonl import write as lines
 
 from bwsft.decoding.result import Decoded
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
@@ -20,13 +22,8 @@ def in_tmp(tmp_path, monkeypatch):
     return tmp_path
 
 
-def lines(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def rows(result):
-    return [json.loads(line) for line in Path(result["saved"]).read_text().splitlines()]
+    return read(Path(result["saved"]))
 
 
 @pytest.fixture
@@ -247,11 +244,9 @@ def test_real_math_outputs():
 
 @needs_data
 def test_worked_solutions_score_full_marks_against_themselves(tmp_path):
-    with open(Path(DATA) / "gsm8k" / "test.jsonl") as file:
-        records = [json.loads(line) for line in file]
-    solutions = lines(tmp_path / "o.jsonl", *(
-        {"question": r["question"], "output": r["answer"]} for r in records))
-    result = evaluate(EvaluateOptions(
-        "gsm8k", outputs=solutions, data=Path(DATA) / "gsm8k" / "test.jsonl"))
+    data = Path(DATA) / "gsm8k" / "test.jsonl"
+    records = ({"question": r["question"], "output": r["answer"]} for r in read(data))
+    solutions = lines(tmp_path / "o.jsonl", *records)
+    result = evaluate(EvaluateOptions("gsm8k", outputs=solutions, data=data))
     assert (result["accuracy"], result["strict_accuracy"], result["count"]) == (1.0, 1.0, 1319)
     assert result["extractors"] == {"hashes": 1319}

@@ -17,8 +17,6 @@ from bwsft.experiments import statistics as st
 from bwsft.experiments.runner import Meters, check_test_set, settle
 
 MINI, BIG = scales.mini(), scales.eight_b()
-
-
 SCALES = [MINI, scales.debug(), scales.gsm8k(), BIG, scales.eight_b("released")]
 
 
@@ -88,6 +86,7 @@ def test_the_papers_settings_row_by_row():
     assert (paper.dataset.canvas, released.dataset.canvas) == ("response", "padded")
     assert released.dataset.exclude_type == "GSM" and paper.dataset.exclude_type is None
     assert released.dataset.limit == 6400
+    assert presets.llada_8b_lora().dataset.canvas == "fixed"
     assert BIG.grid == (8, 16, 32, 64) and BIG.grid[0] == 8
 
 

@@ -9,31 +9,11 @@ from bwsft_kernels.philox import Stream, philox_u24
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import assert_same_fields as assert_same
+from kernel_cases import mask_specs
 
 MASK = 99
 PER_TOKEN = ("noisy_ids", "labels")
 PER_SEQUENCE = ("block", "block_start", "block_length", "rate", "count")
-
-
-@st.composite
-def specs(draw):
-    weight = draw(st.sampled_from(["count", "rate", "flat"]))
-    low = draw(st.sampled_from([0.0, 1e-3, 0.5, 1.0]))
-    noisy = draw(st.booleans())
-    return MaskSpec(
-        block_size=draw(st.integers(1, 9)),
-        mask_id=MASK,
-        seed=draw(st.integers(0, 2**64 - 1)),
-        low=low,
-        high=draw(st.sampled_from([low, 1.0])),
-        weight=weight,
-        empty=draw(st.sampled_from(["last", "skip"])) if weight == "count" else "skip",
-        block_factor=draw(st.sampled_from(["mean", "sum"])),
-        prefix_noise=0.4 if noisy else 0.0,
-        suffix_leak=0.6 if noisy else 0.0,
-        block_origin=draw(st.sampled_from(["response", "absolute"])),
-        pairs=weight != "rate" and draw(st.booleans()),
-    )
 
 
 @st.composite
@@ -51,9 +31,7 @@ def batches(draw):
         padded[s, : row[s]] = packed[cu[s] : cu[s + 1]]
     ids = st.lists(st.integers(0, 2**56 - 1), min_size=size, max_size=size)
     options = dict(
-        prompt_lengths=prompt,
-        response_lengths=response,
-        sample_ids=torch.tensor(draw(ids)).long(),
+        prompt_lengths=prompt, response_lengths=response, sample_ids=torch.tensor(draw(ids)).long(),
         draw=torch.tensor(draw(lengths)).long(),
     )
     chance = draw(st.sampled_from([None, "block", "block_weights"]))
@@ -75,7 +53,7 @@ def batches(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(batches(), specs())
+@given(batches(), mask_specs())
 def test_equals_the_reference_and_padding_changes_nothing(batch, spec):
     ids, cu, padded_ids, options = batch
     packed = block_mask(ids, spec=spec, cu_seqlens=cu.int(), **options)

@@ -158,9 +158,7 @@ def test_fp16_keeps_small_gradients_and_takes_a_loss_scale(reduction):
         return grads(loss * scale, x)[0].double() / scale
 
     wide = x.detach().double().requires_grad_()
-    truth = grads(
-        (full64(wide, weight.double(), target) * row_weight).sum(), wide
-    )[0]
+    truth = grads((full64(wide, weight.double(), target) * row_weight).sum(), wide)[0]
     for scale in (1.0, 65536.0):
         assert (gradient(scale) - truth).abs().max() < 4 * 2**-11 * truth.abs().max()
 

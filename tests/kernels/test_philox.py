@@ -5,37 +5,20 @@ import math
 import pytest
 import torch
 from bwsft_kernels import philox_uniform
-from bwsft_kernels.philox import (
-    Stream,
-    gumbel,
-    gumbel_key,
-    gumbel_u24,
-    philox_u24,
-    philox_words,
-)
-
-ONES = 0xFFFFFFFF
-KNOWN = [  # counter, key, words: the published vectors of Philox4x32-10
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-]
+from bwsft_kernels.philox import Stream, gumbel, gumbel_key, gumbel_u24, philox_u24, philox_words
+from kernel_cases import ONES, PHILOX
 
 
-@pytest.mark.parametrize("counter, key, words", KNOWN)
+@pytest.mark.parametrize("counter, key, words", PHILOX)
 def test_known_answers(counter, key, words):
     assert philox_words(counter, key) == words
 
 
 def test_known_answers_in_one_batch_with_one_key_per_row():
-    counters = torch.tensor([counter for counter, _, _ in KNOWN])
-    keys = torch.tensor([key for _, key, _ in KNOWN]).unbind(-1)
+    counters = torch.tensor([counter for counter, _, _ in PHILOX])
+    keys = torch.tensor([key for _, key, _ in PHILOX]).unbind(-1)
     own = torch.stack(philox_words(counters.unbind(-1), keys), dim=-1)
-    assert own.tolist() == [list(words) for _, _, words in KNOWN]
+    assert own.tolist() == [list(words) for _, _, words in PHILOX]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 + 5, -1])

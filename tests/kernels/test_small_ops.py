@@ -89,9 +89,7 @@ def test_mixed_dtypes_of_autocast():
 @pytest.mark.parametrize("function", SMALL)
 def test_layouts(function, layout):
     case, trained = SMALL[function](torch.float64), TRAINED[function]
-    moved = [
-        LAYOUTS[layout](t) if isinstance(t, torch.Tensor) and t.dim() > 1 else t for t in case
-    ]
+    moved = [LAYOUTS[layout](t) if isinstance(t, torch.Tensor) and t.dim() > 1 else t for t in case]
     own, straight = (outputs_and_grads(function, c, trained) for c in (moved, case))
     # Not the same bits: vectorized and scalar exp differ.
     torch.testing.assert_close(own, straight, rtol=1e-13, atol=1e-14)
@@ -183,7 +181,6 @@ BAD_CALLS = [
 def test_bad_calls_say_what_is_wrong(function, message, change):
     with pytest.raises(ValueError, match=message):
         function(**{**GOOD[function], **change})
-
 
 
 @pytest.mark.parametrize("function", GOOD)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from tiny_folders import SHAPE
 from tiny_modes import PLACE
+from tiny_runs import resumed
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -69,10 +70,8 @@ OPTIONS = {
     "smollm": NEW,
 }
 FACTS = {
-    "Dream": (1, "full", "response"),
-    "sdar": (0, "block_causal", "absolute"),
-    "qwen2": (1, "full", "response"),
-    "smollm": (1, "full", "response"),
+    "Dream": (1, "full", "response"), "sdar": (0, "block_causal", "absolute"),
+    "qwen2": (1, "full", "response"), "smollm": (1, "full", "response"),
 }  # logit shift, attention, where blocks start
 SHIFTED = "another block's noisy copy"
 UNSUPPORTED = {
@@ -436,14 +435,11 @@ WAYS = {"lora": LORA, "full": c.LoraConfig(rank=0)}
 QUICK = {"lora": "llada sdar qwen2 llama smollm bert", "full": "Dream qwen3 smollm modernbert"}
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, marks=[] if name in QUICK[way].split() else pytest.mark.slow)
-        for name in CONFIGS
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), [
+    pytest.param(name, way, marks=[] if name in QUICK[way].split() else pytest.mark.slow)
+    for name in CONFIGS
+    for way in WAYS
+])
 def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
     """A run, its checkpoint and its export decode the same tokens; transformers loads the export
     and computes the same logits; a resumed run goes on exactly."""
@@ -474,7 +470,7 @@ def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
 
     shutil.rmtree(run / "checkpoints" / "step-3")
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
-    assert train(dataclasses.replace(config, resume=str(run), out=None)) == 0
+    assert train(resumed(config, run)) == 0
     again = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
     assert again == losses and len(losses) == 3
     assert tokens_of(load_trained(str(run)), mode) == tokens_of(newest, mode)

@@ -234,22 +234,18 @@ def test_rope_that_depends_on_the_batch_is_refused():
         new_backbone(config)
 
 
-@pytest.mark.parametrize(
-    ("config", "per_layer", "released"),
-    [
-        (LladaConfig(d_model=32, n_layers=2, n_heads=4, mlp_hidden_size=48, vocab_size=320,
-                     max_sequence_length=96, mask_token_id=257, eos_token_id=256), 7, 4),
-        (HF["qwen2"], 7, 4),
-        (Qwen3Config(**QWEN, head_dim=8, mask_token_id=257, logit_shift=0), 7, 4),
-        (LlamaConfig(**QWEN, mask_token_id=257, logit_shift=0, tie_word_embeddings=True), 7, 4),
-        (DreamConfig(**QWEN, mask_token_id=257), 7, 4),
-        (HF["sdar"], 7, 4),
-        (HF["bert"], 6, 4),
-        (ModernBertConfig(vocab_size=320, **SHAPE, pad_token_id=0, eos_token_id=256,
-                          mask_token_id=257), 4, 2),
-    ],
-    ids=lambda x: getattr(x, "model_type", ""),
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "per_layer", "released"), [
+    (LladaConfig(d_model=32, n_layers=2, n_heads=4, mlp_hidden_size=48, vocab_size=320,
+                 max_sequence_length=96, mask_token_id=257, eos_token_id=256), 7, 4),
+    (HF["qwen2"], 7, 4),
+    (Qwen3Config(**QWEN, head_dim=8, mask_token_id=257, logit_shift=0), 7, 4),
+    (LlamaConfig(**QWEN, mask_token_id=257, logit_shift=0, tie_word_embeddings=True), 7, 4),
+    (DreamConfig(**QWEN, mask_token_id=257), 7, 4),
+    (HF["sdar"], 7, 4),
+    (HF["bert"], 6, 4),
+    (ModernBertConfig(vocab_size=320, **SHAPE, pad_token_id=0, eos_token_id=256,
+                      mask_token_id=257), 4, 2),
+], ids=lambda x: getattr(x, "model_type", ""))  # fmt: skip
 def test_adapters_are_on_the_matrices_of_the_layers_and_not_on_the_head(
     config, per_layer, released
 ):

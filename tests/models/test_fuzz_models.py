@@ -166,14 +166,11 @@ def test_damaged_safetensors(attempt, originals, kind, file, examples):
     check()
 
 
-@pytest.mark.parametrize(
-    ("shard", "word"),
-    [
-        ("../model.safetensors", "outside the folder"), ("/etc/passwd", "outside the folder"),
-        ("..", "which is not there"), (3, "outside the folder"), (None, "outside the folder"),
-        ("gone.safetensors", "which is not there"), ("config.json", "damaged or cut short"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("shard", "word"), [
+    ("../model.safetensors", "outside the folder"), ("/etc/passwd", "outside the folder"),
+    ("..", "which is not there"), (3, "outside the folder"), (None, "outside the folder"),
+    ("gone.safetensors", "which is not there"), ("config.json", "damaged or cut short"),
+])  # fmt: skip
 def test_an_index_that_names_what_it_must_not(originals, tmp_path, shard, word):
     for name, content in originals["model"].items():
         (tmp_path / name).write_bytes(content)
@@ -250,24 +247,21 @@ def adapter_config(originals, **changes):
     return json.dumps(json.loads(originals["adapter"]["adapter_config.json"]) | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"target_modules": SLOW_PATTERN}, None),
-        ({"rank_pattern": {SLOW_PATTERN: 2}}, None),
-        ({"alpha_pattern": {SLOW_PATTERN: 2}}, "no plain module name"),
-        ({"r": 8}, "says r = 8, but .* has rank 3"),
-        ({"r": 10**9}, "has rank 3"),
-        ({"target_modules": ["q_proj", "gate_proj"]}, "targets gate_proj, but no tensor"),
-        ({"use_dora": True}, "lacks tensor .*magnitude"),
-        ({"peft_type": "PROMPT_TUNING"}, "peft_type must be 'LORA'"),
-        ({"megatron_config": {"x": 1}}, "option megatron_config is not supported"),
-        ({"modules_to_save": ["wte"]}, "option modules_to_save is not supported"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights must be"),
-        ({"lora_alpha": 0}, "must be positive"),
-        ({"surprise": 1}, "option surprise is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "word"), [
+    ({"target_modules": SLOW_PATTERN}, None),
+    ({"rank_pattern": {SLOW_PATTERN: 2}}, None),
+    ({"alpha_pattern": {SLOW_PATTERN: 2}}, "no plain module name"),
+    ({"r": 8}, "says r = 8, but .* has rank 3"),
+    ({"r": 10**9}, "has rank 3"),
+    ({"target_modules": ["q_proj", "gate_proj"]}, "targets gate_proj, but no tensor"),
+    ({"use_dora": True}, "lacks tensor .*magnitude"),
+    ({"peft_type": "PROMPT_TUNING"}, "peft_type must be 'LORA'"),
+    ({"megatron_config": {"x": 1}}, "option megatron_config is not supported"),
+    ({"modules_to_save": ["wte"]}, "option modules_to_save is not supported"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights must be"),
+    ({"lora_alpha": 0}, "must be positive"),
+    ({"surprise": 1}, "option surprise is not supported"),
+])
 def test_adapter_configs_against_their_tensors(attempt, originals, changes, word):
     message = attempt("adapter", {"adapter_config.json": adapter_config(originals, **changes)})
     assert message is None if word is None else re.search(word, message)
@@ -354,16 +348,13 @@ def test_a_pipe_is_no_tokenizer(originals, tmp_path, name):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{% include 'MARK' %}", "{{ messages[9].content }}", "{{", "{{ 1 / 0 }}",
-        "{% for i in range(10 ** 9) %}x{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("template", [
+    "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{% include 'MARK' %}", "{{ messages[9].content }}", "{{", "{{ 1 / 0 }}",
+    "{% for i in range(10 ** 9) %}x{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+])  # fmt: skip
 def test_chat_templates_run_in_a_sandbox(attempt, tmp_path, template):
     mark = tmp_path / "ran"
     message = attempt("tokenizer", {"chat_template.jinja": template.replace("MARK", str(mark))})

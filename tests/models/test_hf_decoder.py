@@ -2,7 +2,6 @@
 they share with encoders: test_hf_models.py."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tiny_packed import (
     MASK,
     SIZES,
     STARTS,
+    batch_of,
     full,
     masked,
     packed,
@@ -33,18 +33,11 @@ from bwsft.models.kv_cache import Context
 def test_llama_packed_equals_each_sequence_alone_and_is_bidirectional():
     model, batch = backbone("llama"), packed()
     with torch.no_grad():
-        alone = torch.cat([full(model, packed_of(ids)) for ids in batch.ids.split(LENGTHS)])
+        alone = torch.cat([full(model, batch_of(ids)) for ids in batch.ids.split(LENGTHS)])
         torch.testing.assert_close(full(model, batch), alone, **TIGHT)
         batch.ids[12] = (batch.ids[12] + 1) % MASK
         change = (full(model, batch) - alone).abs().amax(1)
     assert (change[:13] > 1e-6).all() and (change[13:] < 1e-12).all()
-
-
-def packed_of(ids):
-    positions = torch.arange(len(ids))
-    return SimpleNamespace(
-        ids=ids, position_ids=positions, cu_seqlens=torch.tensor([0, len(ids)]), max_length=len(ids)
-    )
 
 
 def test_mask_equals_separate_forwards():

@@ -32,7 +32,6 @@ def name(request):
     return request.param
 
 
-
 @torch.no_grad()
 def test_the_transform_runs_for_the_wanted_tokens_alone(name):
     model, batch = backbone(name), packed()

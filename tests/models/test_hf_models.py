@@ -26,9 +26,7 @@ def test_packed_sequences_equal_the_plain_model_on_each(name, lengths):
     torch.testing.assert_close(logits(model, full(model, batch)), alone(name, batch)[0], **TIGHT)
 
 
-@pytest.mark.parametrize(
-    ("name", "shift"), [("qwen2", 1), *((n, 0) for n in ("qwen2", *ENCODERS))]
-)
+@pytest.mark.parametrize(("name", "shift"), [("qwen2", 1), *((n, 0) for n in ("qwen2", *ENCODERS))])
 def test_exact_loss_and_gradients_are_plain_ones_with_and_without_a_span(name, shift):
     batch, where = packed(), span()
     rows, target, weight = supervised_rows(batch, where)

@@ -1,10 +1,10 @@
 """The context cache: pruned, recorded and active-row passes against whole forwards, in float64."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import tiny_llada
+import tiny_packed
 import torch
 from tiny_packed import LENGTHS, SIZES, STARTS, full, masked, packed, span, supervised_rows
 
@@ -197,12 +197,7 @@ def test_rows_of_one_sequence_do_not_depend_on_its_batch_mates():
         rows = model.active_hidden_states(together.ids[flat], where, cache).unflatten(0, (3, -1))
         for s in range(3):
             a, b = int(together.cu_seqlens[s]), int(together.cu_seqlens[s + 1])
-            alone = SimpleNamespace(
-                ids=together.ids[a:b],
-                position_ids=torch.arange(b - a),
-                cu_seqlens=torch.tensor([0, b - a], dtype=torch.int32),
-                max_length=b - a,
-            )
+            alone = tiny_packed.batch_of(together.ids[a:b])
             one = Span(where.start[s : s + 1], where.length[s : s + 1], SIZES[s], True)
             small = model.new_cache(1, b - a)
             model.fill(alone, small)

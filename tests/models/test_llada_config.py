@@ -29,37 +29,17 @@ def test_official_names_shapes_and_parameter_count():
     assert 2 * count == index["metadata"]["total_size"]
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("block_type", "sequential"),
-        ("block_group_size", 4),
-        ("activation_type", "swiglu"),
-        ("layer_norm_type", "default"),
-        ("layer_norm_with_affine", False),
-        ("bias_for_layer_norm", True),
-        ("attention_layer_norm", True),
-        ("multi_query_attention", True),
-        ("alibi", True),
-        ("rope", False),
-        ("rope_full_precision", False),
-        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
-        ("include_bias", True),
-        ("include_qkv_bias", True),
-        ("input_emb_norm", True),
-        ("scale_logits", True),
-        ("attention_dropout", 0.1),
-        ("residual_dropout", 0.1),
-        ("embedding_dropout", 0.1),
-        ("init_fn", "full_megatron"),
-        ("n_layers", 0),
-        ("n_heads", 5),
-        ("n_heads", 32),
-        ("n_kv_heads", 3),
-        ("embedding_size", 49),
-        ("mlp_hidden_size", 0),
-    ],
-)
+@pytest.mark.parametrize("field, value", [
+    ("block_type", "sequential"), ("block_group_size", 4), ("activation_type", "swiglu"),
+    ("layer_norm_type", "default"), ("layer_norm_with_affine", False),
+    ("bias_for_layer_norm", True), ("attention_layer_norm", True), ("multi_query_attention", True),
+    ("alibi", True), ("rope", False), ("rope_full_precision", False),
+    ("rope_scaling", {"rope_type": "linear", "factor": 2.0}), ("include_bias", True),
+    ("include_qkv_bias", True), ("input_emb_norm", True), ("scale_logits", True),
+    ("attention_dropout", 0.1), ("residual_dropout", 0.1), ("embedding_dropout", 0.1),
+    ("init_fn", "full_megatron"), ("n_layers", 0), ("n_heads", 5), ("n_heads", 32),
+    ("n_kv_heads", 3), ("embedding_size", 49), ("mlp_hidden_size", 0),
+])
 def test_unsupported_config_is_refused_by_name(field, value):
     config()
     with pytest.raises(ValueError, match=field):
@@ -78,17 +58,14 @@ def test_new_backbone_depends_on_the_seed_alone():
     assert not any(torch.equal(first[n], other[n]) for n in first if "proj" in n)
 
 
-@pytest.mark.parametrize(
-    "init_fn, name, std",
-    [
-        ("normal", "blocks.1.attn_out", 0.02),
-        ("normal", "wte", 0.02),
-        ("mitchell", "blocks.0.q_proj", 1 / 8),
-        ("mitchell", "blocks.1.attn_out", 1 / 8 / 2),
-        ("mitchell", "blocks.0.ff_out", 1 / 16 / math.sqrt(2)),
-        ("mitchell", "ff_out", 1 / 8),
-    ],
-)
+@pytest.mark.parametrize("init_fn, name, std", [
+    ("normal", "blocks.1.attn_out", 0.02),
+    ("normal", "wte", 0.02),
+    ("mitchell", "blocks.0.q_proj", 1 / 8),
+    ("mitchell", "blocks.1.attn_out", 1 / 8 / 2),
+    ("mitchell", "blocks.0.ff_out", 1 / 16 / math.sqrt(2)),
+    ("mitchell", "ff_out", 1 / 8),
+])
 def test_initial_scale(init_fn, name, std):
     sizes = dict(d_model=64, mlp_hidden_size=256, vocab_size=500, init_fn=init_fn)
     weight = backbone(torch.float32, **sizes).model.get_parameter(

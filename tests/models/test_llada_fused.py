@@ -1,12 +1,13 @@
 """LLaDA with fused small operations: the same numbers, in every way that the model runs.
 
-On a CPU they run in torch; test_triton_small_ops.py runs them in Triton's interpreter.
+On a CPU they run in torch; kernels/triton/test_small_ops.py runs them in Triton's interpreter.
 """
 
 import types
 
 import bwsft_kernels
 import pytest
+import tiny_llada
 import torch
 from bwsft_kernels import torch_ops
 
@@ -16,14 +17,8 @@ from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
 from bwsft.models import llada_layers
 from bwsft.models.kv_cache import Context, Span
-from bwsft.models.llada_config import LladaConfig
-from bwsft.models.loading import new_backbone
 from bwsft.models.lora import add_lora
 
-CONFIG = dict(
-    d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, mlp_hidden_size=48, vocab_size=90,
-    max_sequence_length=64, mask_token_id=89, eos_token_id=1, pad_token_id=1,
-)  # fmt: skip
 LENGTHS, WIDTH = [11, 14], 6
 
 
@@ -43,8 +38,13 @@ class Batch:
         self.span = Span(start, torch.tensor([WIDTH, WIDTH]), WIDTH)
 
 
+def plain_model():
+    fields = {"n_layers": 3, "n_kv_heads": 2, "vocab_size": 90, "mask_token_id": 89}
+    return tiny_llada.backbone(torch.float32, **fields)
+
+
 def model(fused, dtype=torch.float32, lora=False):
-    backbone = new_backbone(LladaConfig(**CONFIG), seed=0).to(dtype)
+    backbone = plain_model().to(dtype)
     if lora:
         add_lora(backbone, LoraConfig(rank=4, alpha=8.0, dropout=0.0), seed=1)
         for name, parameter in backbone.named_parameters():
@@ -197,7 +197,7 @@ def test_auto_leaves_compiled_code_whole(monkeypatch):
 
 
 def test_the_switch(tmp_path):
-    backbone = new_backbone(LladaConfig(**CONFIG), seed=0)
+    backbone = plain_model()
     norms = [m for m in backbone.modules() if hasattr(m, "fused_ops")]
     assert len(norms) == 3 * 3 + 1 and {m.fused_ops for m in norms} == {"auto"}
     names = list(backbone.state_dict())

@@ -110,14 +110,11 @@ for auto in (AutoModel, AutoModelForCausalLM):
 """
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        # modeling_llama reaches AutoModel half-way through transformers' own layer module.
-        "import bwsft; from transformers import LlamaForCausalLM",
-        "from transformers import AutoModelForCausalLM; import bwsft",
-    ],
-)
+@pytest.mark.parametrize("imports", [
+    # modeling_llama reaches AutoModel half-way through transformers' own layer module.
+    "import bwsft; from transformers import LlamaForCausalLM",
+    "from transformers import AutoModelForCausalLM; import bwsft",
+])
 def test_auto_classes_find_the_model_in_either_import_order(checkpoint, imports):
     code = f"{imports}\nfolder = {str(checkpoint)!r}\n{FIND}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -205,36 +202,33 @@ def write(name, text):
     return lambda folder: (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    "damage, error, message",
-    [
-        (lambda folder: shards(folder)[1].unlink(), FileNotFoundError, "model-00002.*download"),
-        (cut_shard, ValueError, "model-00002.*damaged or cut short"),
-        (lambda folder: cut_shard(folder, 0), ValueError, "model-00002.*damaged or cut short"),
-        (lying_header, ValueError, "model-00001.*damaged or cut short"),
-        (wrong_shape, ValueError, "model.transformer.* has shape .* but config.json asks for"),
-        (drop_tensor, ValueError, "disagree about model.transformer"),
-        (lambda folder: drop_tensor(folder, True), ValueError, "lacks tensors .*: model.tra"),
-        (shard_not_in_index, ValueError, "lacks tensors that its config needs: model.transf"),
-        (extra_tensor, ValueError, "has tensors that its config does not know: surplus"),
-        (in_index(weight_map={"a": "../m"}), ValueError, "names a shard outside the folder"),
-        (lambda folder: (folder / INDEX).unlink(), FileNotFoundError, "only safetensors"),
-        (write(INDEX, '{"weight_map": {'), ValueError, "not valid JSON"),
-        (write(INDEX, "{}"), ValueError, "no weight_map"),
-        (write("config.json", "[]"), ValueError, "must hold a JSON object"),
-        (write("config.json", '{"model_type": "llada"'), ValueError, "not valid JSON"),
-        (in_config(model_type="gpt2"), ValueError, "model_type 'gpt2': bwsft loads llada, Dream"),
-        (in_config(model_type=None), ValueError, "model_type None"),
-        (in_config(rope_theta=None), ValueError, "lacks rope_theta"),
-        (in_config(alibi=True), ValueError, "alibi=True is not implemented"),
-        (in_config(d_model=32), ValueError, "has shape .* but config.json asks for"),
-        (in_config(n_layers=3), ValueError, "blocks.2.attn_norm.weight, .* and 6 more"),
-        (in_config(n_layers=1), ValueError, "does not know: .*blocks.1"),
-        (in_config(weight_tying=True), ValueError, "does not know: model.transformer.ff_out"),
-        (in_config(mask_token_id=40), ValueError, "mask_token_id=40"),
-        (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json is mis"),
-    ],
-)
+@pytest.mark.parametrize("damage, error, message", [
+    (lambda folder: shards(folder)[1].unlink(), FileNotFoundError, "model-00002.*download"),
+    (cut_shard, ValueError, "model-00002.*damaged or cut short"),
+    (lambda folder: cut_shard(folder, 0), ValueError, "model-00002.*damaged or cut short"),
+    (lying_header, ValueError, "model-00001.*damaged or cut short"),
+    (wrong_shape, ValueError, "model.transformer.* has shape .* but config.json asks for"),
+    (drop_tensor, ValueError, "disagree about model.transformer"),
+    (lambda folder: drop_tensor(folder, True), ValueError, "lacks tensors .*: model.tra"),
+    (shard_not_in_index, ValueError, "lacks tensors that its config needs: model.transf"),
+    (extra_tensor, ValueError, "has tensors that its config does not know: surplus"),
+    (in_index(weight_map={"a": "../m"}), ValueError, "names a shard outside the folder"),
+    (lambda folder: (folder / INDEX).unlink(), FileNotFoundError, "only safetensors"),
+    (write(INDEX, '{"weight_map": {'), ValueError, "not valid JSON"),
+    (write(INDEX, "{}"), ValueError, "no weight_map"),
+    (write("config.json", "[]"), ValueError, "must hold a JSON object"),
+    (write("config.json", '{"model_type": "llada"'), ValueError, "not valid JSON"),
+    (in_config(model_type="gpt2"), ValueError, "model_type 'gpt2': bwsft loads llada, Dream"),
+    (in_config(model_type=None), ValueError, "model_type None"),
+    (in_config(rope_theta=None), ValueError, "lacks rope_theta"),
+    (in_config(alibi=True), ValueError, "alibi=True is not implemented"),
+    (in_config(d_model=32), ValueError, "has shape .* but config.json asks for"),
+    (in_config(n_layers=3), ValueError, "blocks.2.attn_norm.weight, .* and 6 more"),
+    (in_config(n_layers=1), ValueError, "does not know: .*blocks.1"),
+    (in_config(weight_tying=True), ValueError, "does not know: model.transformer.ff_out"),
+    (in_config(mask_token_id=40), ValueError, "mask_token_id=40"),
+    (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json is mis"),
+])
 def test_a_bad_checkpoint_is_refused_with_its_reason(copy, damage, error, message):
     load_backbone(copy)
     damage(copy)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_packed import batch_of
 from torch import nn
 
 from bwsft import config as c
@@ -97,11 +98,8 @@ def test_adapters_train_on_it_and_the_base_stays(library, monkeypatch):
     monkeypatch.undo()  # peft would look for its layers in the stand-in
     add_lora(model, c.LoraConfig(rank=2, alpha=4.0, dropout=0.0), seed=1)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    ids, cu_seqlens = torch.arange(2, 12), torch.tensor([0, 4, 10])
-    positions = torch.cat([torch.arange(4), torch.arange(6)])
-    batch = SimpleNamespace(ids=ids, position_ids=positions, cu_seqlens=cu_seqlens)
-    rows = torch.tensor([1, 3, 8])
-    model.train()(batch, rows, ids[rows], torch.ones(3)).backward()
+    batch, rows = batch_of(torch.arange(2, 12), (4, 6)), torch.tensor([1, 3, 8])
+    model.train()(batch, rows, batch.ids[rows], torch.ones(3)).backward()
     grown = [n for n, p in model.named_parameters() if p.grad is not None]
     assert len(grown) == 2 * 14 and all("lora_" in n for n in grown)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

@@ -189,9 +189,7 @@ BAD = {
     "objective.pairs": dict(weight="rate", empty="skip", pairs=True),
     "continuous rates": dict(weight="discrete", empty="skip", low=0.1),
     "needs --objective.weight discrete": dict(discrete=DiscreteConfig(steps=5)),
-    r"\[1, 65536\]": dict(
-        weight="discrete", empty="skip", discrete=DiscreteConfig(steps=65537)
-    ),
+    r"\[1, 65536\]": dict(weight="discrete", empty="skip", discrete=DiscreteConfig(steps=65537)),
     "belongs to blockwise": dict(name="mdlm", blocks="rising"),
 }
 
@@ -205,22 +203,19 @@ def test_bad_objectives_say_what_is_wrong(word):
         c.validate(dataclasses.replace(config, objective=objective, draws_per_context=draws))
 
 
-@pytest.mark.parametrize(
-    ("word", "more"),
-    [
-        ("draws-per-context", dict(context="block_causal")),
-        ("draws-per-context", dict(objective=c.ObjectiveConfig(context_grad=False))),
-        ("draws-per-context", dict(objective=c.ObjectiveConfig(name="mdlm"))),
-        ("even", dict(draws_per_context=3, objective=c.ObjectiveConfig(pairs=True))),
-        (
-            "exact and cached",
-            dict(
-                context="block_causal", draws_per_context=1,
-                objective=c.ObjectiveConfig(weight="discrete", empty="skip"),
-            ),
+@pytest.mark.parametrize(("word", "more"), [
+    ("draws-per-context", dict(context="block_causal")),
+    ("draws-per-context", dict(objective=c.ObjectiveConfig(context_grad=False))),
+    ("draws-per-context", dict(objective=c.ObjectiveConfig(name="mdlm"))),
+    ("even", dict(draws_per_context=3, objective=c.ObjectiveConfig(pairs=True))),
+    (
+        "exact and cached",
+        dict(
+            context="block_causal", draws_per_context=1,
+            objective=c.ObjectiveConfig(weight="discrete", empty="skip"),
         ),
-    ],
-)
+    ),
+])
 def test_bad_contexts_say_what_is_wrong(word, more):
     with pytest.raises(ValueError, match=word):
         c.validate(dataclasses.replace(presets.debug(), **{"draws_per_context": 2, **more}))

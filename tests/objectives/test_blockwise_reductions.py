@@ -11,25 +11,16 @@ import torch
 from bwsft_kernels import MaskSpec
 from bwsft_kernels.philox import Stream, philox_u24
 from tiny_modes import corrupt
+from tiny_objectives import family_of, packed
 
-from bwsft.data.packing import CanvasLayout, Example, pack
-
-MASK, EOS, ONE24 = 99, 98, 1 << 24
+MASK, ONE24 = 99, 1 << 24
 LENGTHS = [(3, 16), (5, 1), (2, 6), (7, 13), (1, 21)]
 
 
 def batch_of(lengths, visit=0):
-    layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, canvas="response", block_size=4, gen_length=32, max_length=64
-    )
-    visits = np.broadcast_to(visit, len(lengths))
-    return pack(
-        [
-            Example(np.arange(p) % 90, np.arange(r) * 7 % 90, i, int(v))
-            for i, ((p, r), v) in enumerate(zip(lengths, visits, strict=True))
-        ],
-        layout,
-    )
+    texts = [(np.arange(p) % 90, np.arange(r) * 7 % 90) for p, r in lengths]
+    layout = {"block_size": 4, "gen_length": 32, "max_length": 64}
+    return packed(family_of(MASK), texts, visits=visit, **layout)
 
 
 def classical_by_hand(batch, spec):

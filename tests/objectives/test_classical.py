@@ -10,32 +10,26 @@ import pytest
 import torch
 from bwsft_kernels import MaskSpec, block_mask
 from tiny_modes import corrupt
+from tiny_objectives import family_of, packed
 
 from bwsft import config as c
 from bwsft import presets
-from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
 from bwsft.objectives.classical import Classical
 from bwsft.objectives.nelbo import HeldOut
 
-MASK, EOS = 99, 98
-FAMILY = Family(mask_id=MASK, eos_id=EOS, end_ids=(EOS,), vocab_size=100, max_positions=512)
+MASK = 99
+FAMILY = family_of(MASK)
 ORIGINS = ["response", "absolute"]
 
 
 def batch_of(lengths, *, visit=0, block_size=4, canvas="response", origin="response", first_id=0):
     """Packed rows of (prompt, response) lengths; visit: one number or one per row."""
-    visits = np.broadcast_to(visit, len(lengths))
-    layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, canvas=canvas, block_size=block_size, gen_length=8 * block_size,
-        max_length=64, block_origin=origin,
+    return packed(
+        FAMILY, [(np.arange(p) % 90, np.arange(r) % 90) for p, r in lengths], visits=visit,
+        ids=range(first_id, first_id + len(lengths)), canvas=canvas, block_size=block_size,
+        gen_length=8 * block_size, max_length=64, block_origin=origin,
     )
-    examples = [
-        Example(np.arange(p) % 90, np.arange(r) % 90, first_id + i, int(visits[i]))
-        for i, (p, r) in enumerate(lengths)
-    ]
-    return pack(examples, layout)
 
 
 def loss_of_ones(batch, rows, weight):
@@ -53,9 +47,7 @@ def test_a_traversal_visits_every_block_once(origin):
     batch = batch_of(LENGTHS, origin=origin)
     counts = blockwise.num_blocks(batch, spec).tolist()
     grid = (0, 0, 0, 0, 0, 0) if origin == "response" else (3, 1, 2, 3, 1, 0)
-    assert counts == [
-        math.ceil((into + r) / 4) for (_, r), into in zip(LENGTHS, grid, strict=True)
-    ]
+    assert counts == [math.ceil((into + r) / 4) for (_, r), into in zip(LENGTHS, grid, strict=True)]
     orders = set()
     for traversal in range(4):
         for s, m in enumerate(counts):

@@ -1,5 +1,5 @@
 """What every whole-response objective must do with a batch, and the settings at which each is
-classical SFT, bit for bit. The facts of each method: test_objective_<method>.py."""
+classical SFT, bit for bit. The facts of each method: test_<method>.py."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 import torch
 from bwsft_kernels import MaskSpec, block_mask
+from tiny_objectives import family_of, objective_of, packed
 
 from bwsft import config as c
 from bwsft import presets
-from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.backbone import Family
 from bwsft.objectives import rdm, two_step
 from bwsft.objectives.base import ONE24, Place, ranks, response_rows
 from bwsft.objectives.config import MdlmConfig, RdmConfig, SoftMaskedConfig, TwoStepConfig
-from bwsft.training.setup import OBJECTIVES
 
-MASK, EOS = 99, 98
-FAMILY = Family(mask_id=MASK, eos_id=EOS, end_ids=(EOS,), vocab_size=100, max_positions=512)
+MASK = 99
+FAMILY = family_of(MASK)
 # Fill, [MASK] behind, one token, none, a prompt of none.
 LENGTHS = [(3, 16), (5, 1), (2, 0), (7, 13), (0, 21), (4, 5)]
 NAMES = ("mdlm", "rdm", "soft_masked", "two_step")
@@ -37,25 +35,18 @@ GROUPS = {
 
 
 def batch_of(lengths, *, visit=0, canvas="fixed", ids=None):
-    layout = CanvasLayout(
-        mask_id=MASK, eos_id=EOS, canvas=canvas, block_size=4, gen_length=24, max_length=64
-    )
-    ids = range(len(lengths)) if ids is None else ids
-    rows = [
-        Example(np.arange(p) % 90, (np.arange(r) * 7 + i) % 13, i, visit)
-        for (p, r), i in zip(lengths, ids, strict=True)
-    ]
-    return pack(rows, layout)
+    ids = ids or range(len(lengths))
+    pairs = zip(lengths, ids, strict=True)
+    texts = [(np.arange(p) % 90, (np.arange(r) * 7 + i) % 13) for (p, r), i in pairs]
+    layout = {"canvas": canvas, "block_size": 4, "gen_length": 24, "max_length": 64}
+    return packed(FAMILY, texts, ids=ids, visits=visit, **layout)
 
 
 def prepared(case, **changes):
     """The objective of a case of GROUPS, or of (name, group)."""
     name, group = GROUPS.get(case, case)
-    objective = c.ObjectiveConfig(name=name, **{name: group}, **changes)
-    config = dataclasses.replace(presets.debug(), objective=objective, seed=9, steps=11)
-    c.validate(config)
     texts = [np.arange(n) % 13 for n in range(4, 20)]
-    return OBJECTIVES[name].of(config, FAMILY, texts)
+    return objective_of(name, FAMILY, group, texts, {"seed": 9, "steps": 11}, **changes)
 
 
 def predict(noisy, rows):
@@ -270,20 +261,17 @@ def test_there_is_no_block_for_a_context_mode(name, context):
         c.validate(config)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"name": "mdlm", "weight": "flat", "empty": "skip"}, "--objective.weight belongs to"),
-        ({"name": "mdlm", "rdm": RdmConfig(levels=9)}, "--objective.rdm belongs to"),
-        ({"two_step": TwoStepConfig(replace=0.1)}, "--objective.two-step belongs to"),
-        ({"name": "rdm", "low": 0.1}, "--objective.low belongs to objectives without levels"),
-        ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.5)}, "softness must lie in"),
-        ({"name": "rdm", "rdm": RdmConfig(label_smoothing=-0.1)}, "label-smoothing must lie in"),
-        ({"name": "rdm", "rdm": RdmConfig(levels=0)}, "levels must be at least 1"),
-        ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.0, 0)}, "buckets must be at"),
-        ({"name": "two_step", "two_step": TwoStepConfig(replace=1.1)}, "replace must lie in"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"name": "mdlm", "weight": "flat", "empty": "skip"}, "--objective.weight belongs to"),
+    ({"name": "mdlm", "rdm": RdmConfig(levels=9)}, "--objective.rdm belongs to"),
+    ({"two_step": TwoStepConfig(replace=0.1)}, "--objective.two-step belongs to"),
+    ({"name": "rdm", "low": 0.1}, "--objective.low belongs to objectives without levels"),
+    ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.5)}, "softness must lie in"),
+    ({"name": "rdm", "rdm": RdmConfig(label_smoothing=-0.1)}, "label-smoothing must lie in"),
+    ({"name": "rdm", "rdm": RdmConfig(levels=0)}, "levels must be at least 1"),
+    ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.0, 0)}, "buckets must be at"),
+    ({"name": "two_step", "two_step": TwoStepConfig(replace=1.1)}, "replace must lie in"),
+])
 def test_options_without_effect_or_sense_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         c.validate(dataclasses.replace(presets.debug(), objective=c.ObjectiveConfig(**fields)))

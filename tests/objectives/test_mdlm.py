@@ -1,36 +1,25 @@
 """MDLM on the response: times, mask rates and weights against closed forms."""
 
-import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
+from tiny_objectives import family_of, objective_of, packed
 
-from bwsft import config as c
-from bwsft import presets
-from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.backbone import Family
 from bwsft.objectives import mdlm
 from bwsft.objectives.base import ONE24, Place
 from bwsft.objectives.config import MdlmConfig
-from bwsft.objectives.mdlm import Mdlm
 
-MASK, EPS, N = 99, 1e-3, 32
-FAMILY = Family(mask_id=MASK, eos_id=98, end_ids=(98,), vocab_size=100, max_positions=512)
-LAYOUT = CanvasLayout(mask_id=MASK, eos_id=98, canvas="response")
+EPS, N = 1e-3, 32
+FAMILY = family_of(99)
 
 
 def batch_of(count, first=0, length=N):
-    return pack(
-        [Example(np.arange(2), np.arange(length), first + i) for i in range(count)], LAYOUT
-    )
+    return packed(FAMILY, [(range(2), range(length))] * count, ids=range(first, first + count))
 
 
-def prepare(group=None, **changes):
-    objective = c.ObjectiveConfig(name="mdlm", mdlm=group or MdlmConfig(), **changes)
-    config = dataclasses.replace(presets.debug(), objective=objective, seed=6)
-    return Mdlm.of(config, FAMILY, ())
+def prepare(group=None, **fields):
+    return objective_of("mdlm", FAMILY, group or MdlmConfig(), run={"seed": 6}, **fields)
 
 
 def draw(batch, options):
@@ -77,9 +66,7 @@ def test_the_marginal_of_a_stratified_time_is_uniform():
     """The second of 4 strata: mean 3/8, 5 standard errors of a uniform on a quarter."""
     options = prepare()
     t24 = mdlm.times(batch_of(4000), options, Place(0, 0, 4000, 1))
-    one = torch.cat(
-        [mdlm.times(batch_of(1, i), options, Place(0, 1, 4, 1)) for i in range(500)]
-    )
+    one = torch.cat([mdlm.times(batch_of(1, i), options, Place(0, 1, 4, 1)) for i in range(500)])
     e = (one - options.low).double() / (options.high - options.low)
     assert ((e >= 0.25) & (e < 0.5)).all()
     assert abs(float(e.mean()) - 0.375) < 5 * 0.25 / math.sqrt(12 * 500)

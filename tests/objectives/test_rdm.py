@@ -1,35 +1,27 @@
 """RDM on the response: levels, weights, label smoothing and coupled masks against closed forms."""
 
-import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
 from bwsft_kernels import linear_cross_entropy
+from tiny_objectives import family_of, objective_of, packed
 
-from bwsft import config as c
-from bwsft import presets
-from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.backbone import Family
 from bwsft.objectives import rdm
 from bwsft.objectives.base import response_rows
 from bwsft.objectives.config import RdmConfig
-from bwsft.objectives.rdm import Rdm
 
 MASK, N = 49, 32
-FAMILY = Family(mask_id=MASK, eos_id=48, end_ids=(48,), vocab_size=50, max_positions=512)
-LAYOUT = CanvasLayout(mask_id=MASK, eos_id=48, canvas="response")
+FAMILY = family_of(MASK, vocab_size=50)
 
 
 def batch_of(count, length=N):
-    rows = [Example(np.arange(2), np.arange(length) % 40, i) for i in range(count)]
-    return pack(rows, LAYOUT)
+    return packed(FAMILY, [(range(2), np.arange(length) % 40)] * count)
 
 
 def prepare(*group):
-    objective = c.ObjectiveConfig(name="rdm", rdm=RdmConfig(*group))
-    return Rdm.of(dataclasses.replace(presets.debug(), objective=objective), FAMILY, ())
+    return objective_of("rdm", FAMILY, RdmConfig(*group))
 
 
 def at_level(k, options, marks=None):
@@ -96,9 +88,7 @@ def test_levels_are_uniform():
 def test_coupled_masks_are_nested_and_independent_at_equal_levels():
     count, levels = 12_000, 4
     options, batch = prepare(levels, "linear", 0.1, True), batch_of(count)
-    one, two = (
-        rdm.level(batch, options, 2 * batch.visits + half) for half in (0, 1)
-    )
+    one, two = (rdm.level(batch, options, 2 * batch.visits + half) for half in (0, 1))
     high, low = torch.maximum(one, two), torch.minimum(one, two)
     views = list(options.draws(batch, None, None))
     assert len(views) == 2

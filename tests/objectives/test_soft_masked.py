@@ -1,43 +1,30 @@
 """Soft-masked diffusion: importance, buckets, rates and weights against closed forms."""
 
 import collections
-import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
+from tiny_objectives import family_of, objective_of, packed
 
-from bwsft import config as c
-from bwsft import presets
-from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.backbone import Family
 from bwsft.objectives import soft_masked
 from bwsft.objectives.base import ONE24, response_rows, times
 from bwsft.objectives.config import SoftMaskedConfig
-from bwsft.objectives.soft_masked import SoftMasked
 
 MASK = 99
-FAMILY = Family(mask_id=MASK, eos_id=98, end_ids=(98,), vocab_size=100, max_positions=512)
-LAYOUT = CanvasLayout(mask_id=MASK, eos_id=98, canvas="response")
+FAMILY = family_of(MASK)
 # Token 98 ends every text, 7 stands in all but one, 50 to 59 once each, 0 twice in one text.
 TEXTS = [[7, 50 + i, 7, 98] for i in range(10)] + [[0, 1, 0, 98]]
 
 
-def batch_of(responses, prompt=2):
-    rows = [
-        Example(np.arange(prompt) + 50, np.array(r, dtype=np.int32), i)
-        for i, r in enumerate(responses)
-    ]
-    return pack(rows, LAYOUT)
+def batch_of(responses):
+    return packed(FAMILY, [((50, 51), response) for response in responses])
 
 
-def prepare(*group, texts=TEXTS, low=1e-3, high=1.0):
-    objective = c.ObjectiveConfig(
-        name="soft_masked", soft_masked=SoftMaskedConfig(*group), low=low, high=high
-    )
-    config = dataclasses.replace(presets.debug(), objective=objective, seed=8)
-    return SoftMasked.of(config, FAMILY, (np.array(t, dtype=np.int32) for t in texts))
+def prepare(*group, texts=TEXTS, **fields):
+    texts, group = (np.array(t, dtype=np.int32) for t in texts), SoftMaskedConfig(*group)
+    return objective_of("soft_masked", FAMILY, group, texts, {"seed": 8}, **fields)
 
 
 def draw(batch, options):
@@ -68,17 +55,14 @@ def by_hand(response, texts):
     return [a + b for a, b in zip(*shares, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        [7, 50, 7, 98],
-        [50, 51, 52, 50, 98],
-        [0, 1, 3, 3, 3, 98, 98, 98],  # 3 was never seen
-        [3, 4],  # nor was 4: no entropy at all, equal shares
-        [98, 98],  # in every text: no tf-idf, equal shares
-        [0],
-    ],
-)
+@pytest.mark.parametrize("response", [
+    [7, 50, 7, 98],
+    [50, 51, 52, 50, 98],
+    [0, 1, 3, 3, 3, 98, 98, 98],  # 3 was never seen
+    [3, 4],  # nor was 4: no entropy at all, equal shares
+    [98, 98],  # in every text: no tf-idf, equal shares
+    [0],
+])
 def test_importance_is_tf_idf_plus_entropy_and_adds_up_to_two(response):
     neighbours = [[7, 7, 7], response, [50] * 5]
     found = importance(batch_of(neighbours), prepare())

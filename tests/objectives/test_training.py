@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_runs import resumed
 
 from bwsft import config as c
 from bwsft.cli import main
@@ -59,7 +60,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, case
     shutil.copytree(folder, later)
     for step in (9, 10):
         shutil.rmtree(later / "checkpoints" / f"step-{step}")
-    assert train(dataclasses.replace(config, out=None, resume=str(later))) == 0
+    assert train(resumed(config, later)) == 0
     assert history(later) == history(folder)
     ends = [sorted((f / "checkpoints" / "step-10").glob("*.safetensors")) for f in (folder, later)]
     assert [p.name for p in ends[0]] == [p.name for p in ends[1]] and len(ends[0]) == 2

@@ -1,39 +1,30 @@
 """Two-step loss: nested masks, the schedule, what the second step shows and where it is scored."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tiny_objectives import family_of, objective_of, packed
 
-from bwsft import config as c
-from bwsft import presets
-from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.backbone import Family
 from bwsft.objectives import two_step
 from bwsft.objectives.base import ONE24, Place, count, response_rows
 from bwsft.objectives.config import TwoStepConfig
-from bwsft.objectives.two_step import TwoStep
 
 MASK, N, STEPS = 49, 16, 21
-FAMILY = Family(mask_id=MASK, eos_id=48, end_ids=(48,), vocab_size=60, max_positions=512)
-LAYOUT = CanvasLayout(mask_id=MASK, eos_id=48, canvas="response")
+FAMILY = family_of(MASK, vocab_size=60)
 GUESS = 33  # never in a response
 
 
 def batch_of(size, visit=0, prompt=2):
-    rows = [Example(np.arange(prompt), np.arange(N) + i % 8, i, visit) for i in range(size)]
-    return pack(rows, LAYOUT)
+    texts = [(range(prompt), np.arange(N) + i % 8) for i in range(size)]
+    return packed(FAMILY, texts, visits=visit)
 
 
 def prepare(low=1e-3, high=1.0, steps=STEPS, **group):
-    objective = c.ObjectiveConfig(
-        name="two_step", two_step=TwoStepConfig(**group), low=low, high=high
-    )
-    config = dataclasses.replace(presets.debug(), objective=objective, steps=steps, seed=4)
-    return TwoStep.of(config, FAMILY, ())
+    run, group = {"steps": steps, "seed": 4}, TwoStepConfig(**group)
+    return objective_of("two_step", FAMILY, group, run=run, low=low, high=high)
 
 
 def guess(noisy, rows):

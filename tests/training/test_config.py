@@ -18,50 +18,23 @@ def test_presets_are_valid_and_survive_json(name):
     assert c.from_json(c.to_json(config)) == config
 
 
-def test_presets_carry_the_differences_of_paper_and_code():
-    paper, released = presets.paper(), presets.released()
-    assert (paper.optim.beta1, paper.optim.beta2, paper.optim.floor) == (0.95, 0.99, 0.1)
-    assert (released.optim.beta1, released.optim.beta2, released.optim.floor) == (0.9, 0.95, 0.01)
-    assert (paper.dataset.canvas, released.dataset.canvas) == ("response", "padded")
-    assert (paper.objective.empty, released.objective.empty) == ("last", "skip")
-    assert (paper.lora.targets, released.lora.targets) == ("all", "released")
-    assert (paper.optim.warmup_shape, released.optim.warmup_shape) == ("linear", "log")
-    assert presets.llada_8b_lora().dataset.canvas == "fixed"
-    for config in (paper, released):
-        assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (256, 512, 0.05)
-        assert (config.block_size, config.gen_length, config.max_length) == (32, 128, 256)
-        assert (config.steps, config.batch_size, config.optim.lr) == (200, 32, 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"block_size": 24}, "--gen-length 144"),
-        ({"steps": 0}, "--steps"),
-        ({"micro_batch_size": 5}, "--micro-batch-size"),
-        ({"seed": -1}, "--seed"),
-        ({"objective": c.ObjectiveConfig(low=0.9, high=0.1)}, "low <= high"),
-        ({"objective": c.ObjectiveConfig(weight="rate")}, "--objective.empty skip"),
-        ({"objective": c.ObjectiveConfig(prefix_noise=1.5)}, "prefix-noise"),
-        ({"optim": c.OptimConfig(lr=0.0)}, "lr > 0"),
-        ({"lora": c.LoraConfig(dropout=1.0)}, "dropout"),
-        ({"lora": c.LoraConfig(alpha=0.0)}, "alpha > 0"),
-        ({"lora": c.LoraConfig(rank=-1)}, "--lora.rank must be at least 0"),
-        ({"eval": c.EvalConfig(draws=0)}, "--eval.draws must be at least 1"),
-        ({"dataset": c.DataConfig(limit=0)}, "--dataset.limit must be at least 1"),
-        ({"dataset": c.DataConfig(holdout=-1)}, "--dataset.holdout must be at least 0"),
-        ({"optim": c.OptimConfig(clip=-1.0)}, "--optim.clip must be at least 0"),
-        ({"keep_last": -1}, "--keep-last must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("change", "word"), [
+    ({"objective": c.ObjectiveConfig(low=0.9, high=0.1)}, "low <= high"),
+    ({"objective": c.ObjectiveConfig(weight="rate")}, "--objective.empty skip"),
+    ({"objective": c.ObjectiveConfig(prefix_noise=1.5)}, "prefix-noise"),
+    ({"optim": c.OptimConfig(lr=0.0)}, "lr > 0"),
+    ({"lora": c.LoraConfig(dropout=1.0)}, "dropout"),
+    ({"lora": c.LoraConfig(alpha=0.0)}, "alpha > 0"),
+    ({"lora": c.LoraConfig(rank=-1)}, "--lora.rank must be at least 0"),
+    ({"eval": c.EvalConfig(draws=0)}, "--eval.draws must be at least 1"),
+    ({"dataset": c.DataConfig(limit=0)}, "--dataset.limit must be at least 1"),
+    ({"dataset": c.DataConfig(holdout=-1)}, "--dataset.holdout must be at least 0"),
+    ({"optim": c.OptimConfig(clip=-1.0)}, "--optim.clip must be at least 0"),
+    ({"keep_last": -1}, "--keep-last must be at least 0"),
+])
 def test_validation_names_the_field(change, word):
     with pytest.raises(ValueError, match=word.replace("(", r"\(")):
         c.validate(dataclasses.replace(presets.paper(), **change))
-
-
-def test_stored_config_cut_short():
-    with pytest.raises(ValueError, match="config.json is not valid JSON"):
-        c.from_json(c.to_json(presets.debug())[:-9])
 
 
 def test_unknown_field_in_stored_config():
@@ -79,16 +52,6 @@ def test_flags_reach_nested_fields():
 def test_differences_lists_paths():
     changed = dataclasses.replace(presets.debug(), optim=c.OptimConfig(lr=2.0), steps=9)
     assert c.differences(presets.debug(), changed) == ["steps: 100 -> 9", "optim.lr: 0.001 -> 2.0"]
-
-
-@pytest.mark.parametrize("argv", [["train", "nope"], ["train", "debug", "--what", "1"], ["fly"]])
-def test_unknown_command_preset_or_field(argv, capsys):
-    try:
-        status = main(argv)
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2
-    assert argv[-1] in capsys.readouterr().err or "--what" in argv
 
 
 def test_interrupted_before_a_run_can_save(monkeypatch, capsys):

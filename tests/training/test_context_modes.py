@@ -1,12 +1,12 @@
 """Context modes in training: what each loss and gradient must equal, in float64 where it can be."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_modes import MASK, PLACE, batch, gradients, held_out, mode_of, model
+from tiny_packed import batch_of
 
 from bwsft.models.block_masks import block_causal_mask
 from bwsft.objectives.base import response_rows
@@ -196,11 +196,10 @@ def slow_score(net, name, draw):
 def cached_row(net, ids, start, stop, place):
     from bwsft.models.kv_cache import Span
 
-    cu = torch.tensor([0, len(ids)])
     blank = ids.clone()
     blank[start:stop] = MASK
     cache = net.new_cache(1, len(ids))
-    net.fill(SimpleNamespace(ids=blank, position_ids=torch.arange(len(ids)), cu_seqlens=cu), cache)
+    net.fill(batch_of(blank), cache)
     where = Span(torch.tensor([start]), torch.tensor([stop - start]), stop - start, True)
     return net.active_hidden_states(ids[None, start:stop], where, cache)[place - start]
 

@@ -9,9 +9,9 @@ import time
 
 import psutil
 import pytest
+from tiny_runs import before_step, resumed
 
 from bwsft import config as c
-from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
 from bwsft.training.setup import train
 
@@ -113,15 +113,8 @@ def test_a_killed_process_ends_the_others(long, launched, monkeypatch, parallel)
     assert process.returncode != 0
     assert "another process of the run has ended; go on with --resume" in output
     folder, done = c.run_folder(config), int(saved.name.split("-")[1])
-    original = t.train_step
-
-    def stop_soon(run, step):
-        if step == done + 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, step)
-
-    monkeypatch.setattr(t, "train_step", stop_soon)
-    assert train(dataclasses.replace(config, resume=str(folder), out=None)) == 0
+    before_step(monkeypatch, lambda *run: os.kill(os.getpid(), signal.SIGTERM), only=done + 1)
+    assert train(resumed(config, folder)) == 0
     assert [line["step"] for line in read_log(folder / "metrics.jsonl")] == [*range(1, done + 3)]
 
 

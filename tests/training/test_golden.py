@@ -28,9 +28,7 @@ GOLDEN_RUNS = {
         "objective": c.ObjectiveConfig(blocks="traversal", empty="skip"),
         "optim": c.OptimConfig(lr=3e-3, beta1=0.9, beta2=0.95, warmup_shape="log", floor=0.01),
     },
-    "classical": {
-        "objective": c.ObjectiveConfig(name="classical", weight="rate", empty="skip"),
-    },
+    "classical": {"objective": c.ObjectiveConfig(name="classical", weight="rate", empty="skip")},
 }
 GOLDEN = {
     "aligned": [

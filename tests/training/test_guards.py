@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import torch
+from tiny_runs import before_step, resumed
 
 from bwsft import config as c
 from bwsft.cli import main
@@ -39,17 +40,6 @@ def test_a_spike_is_a_multiple_of_the_running_median():
     assert [bool(s) for s in old] == [False] * 5 + [True]
     norm = w.SpikeGuard(SKIP, {"loss": [1] * 3, "grad_norm": [2] * 3})
     assert norm.judge(loss=1, grad_norm=9).startswith("grad norm 9 is 4 times")
-
-
-def before_step(monkeypatch, act):
-    """act(run, step) at the start of every update."""
-    original = t.train_step
-
-    def step(run, index):
-        act(run, index)
-        return original(run, index)
-
-    monkeypatch.setattr(t, "train_step", step)
 
 
 def spoil(monkeypatch, number, factor, sample=None):
@@ -92,7 +82,7 @@ def test_what_a_spike_does(tiny, monkeypatch, capsys, action):
     assert [bool(line.get("skipped")) for line in lines] == skipped
     if action == "skip":
         shutil.rmtree(folder / "checkpoints" / "step-10")
-        assert train(dataclasses.replace(config, out=None, resume=str(folder))) == 0
+        assert train(resumed(config, folder)) == 0
         again = read_log(folder / "metrics.jsonl")
         assert [line["loss"] for line in again] == [line["loss"] for line in lines]
         assert [bool(line.get("skipped")) for line in again] == skipped
@@ -141,13 +131,12 @@ def test_a_kept_batch_gives_its_loss_again(tiny, make_run, monkeypatch, capsys, 
 def test_replay_names_the_first_bad_module_and_gradient(tiny, monkeypatch, capsys):
     config = tiny()
 
-    def poison(run, index):
-        if index == 1:
-            run.backbone.base_model.model.transformer["blocks"][1].up_proj.weight.data[0] = math_nan
+    def poison(run, step):
+        blocks = run.backbone.base_model.model.transformer["blocks"]
+        blocks[1].up_proj.weight.data[0] = torch.nan
 
-    math_nan = float("nan")
     with monkeypatch.context() as patch:
-        before_step(patch, poison)
+        before_step(patch, poison, only=1)
         assert train(config) == 1
     repro = c.run_folder(config) / "repro" / "step-2"
     assert main(["replay", str(repro)]) == 0
@@ -172,12 +161,7 @@ def test_a_full_disk_does_not_hide_a_nan(tiny, monkeypatch, capsys):
 
 def test_sigusr1_saves_and_goes_on(tiny, monkeypatch):
     previous = signal.getsignal(signal.SIGUSR1)
-
-    def act(run, index):
-        if index == 4:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    before_step(monkeypatch, act)
+    before_step(monkeypatch, lambda *run: os.kill(os.getpid(), signal.SIGUSR1), only=4)
     config = tiny(save_every=100)
     assert train(config) == 0
     saved = sorted(p.name for p in (c.run_folder(config) / "checkpoints").iterdir())

@@ -11,7 +11,8 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from tiny_trainer import Losses, arguments, trainer_of
+from transformers import AutoModelForCausalLM
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import load_trained
@@ -25,62 +26,11 @@ from bwsft.training.setup import train
 HOLDOUT = {"dataset": c.DataConfig(template="chat", holdout=8)}  # 32 examples, 8 updates an epoch
 
 
-class Losses(TrainerCallback):
-    """The loss of every update, unrounded, and how often each event was called."""
-
-    def __init__(self):
-        self.losses, self.events = [], []
-
-    def on_step_end(self, args, state, control, **_):
-        self.events.append("step_end")
-
-    def on_log(self, args, state, control, logs=None, **_):
-        if "loss" in logs:
-            self.losses.append(logs["loss"])
-
-
-def arguments(folder, config, **changes):
-    optim = config.optim
-    values = {
-        "max_steps": config.steps,
-        "per_device_train_batch_size": config.batch_size,
-        "per_device_eval_batch_size": config.micro_batch_size,
-        "learning_rate": optim.lr,
-        "adam_beta1": optim.beta1,
-        "adam_beta2": optim.beta2,
-        "adam_epsilon": optim.eps,
-        "weight_decay": optim.weight_decay,
-        "max_grad_norm": optim.clip,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(str(folder), **{**values, **changes})
-
-
 @pytest.fixture
 def flat(tiny):
     """A config whose learning rate never moves, as the Trainer's constant schedule has it."""
     optim = dataclasses.replace(tiny().optim, warmup=0.0, floor=1.0)
     return lambda **changes: tiny(**{"optim": optim, **HOLDOUT, **changes})
-
-
-def trainer_of(model, config, tokenizer, folder, **changes):
-    train, held_out = load_examples(config, tokenizer, model)
-    recorder = Losses()
-    trainer = BlockwiseTrainer(
-        model,
-        arguments(folder, config, **changes),
-        config=config,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        callbacks=[recorder],
-    )
-    return trainer, recorder
 
 
 LORA = c.LoraConfig(rank=3, alpha=6, dropout=0.0)
@@ -244,11 +194,8 @@ def test_a_datasets_dataset_will_do(flat, make_run, tmp_path):
     rows = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in train]
     recorder = Losses()
     trainer = BlockwiseTrainer(
-        copy.deepcopy(run.backbone.model),
-        arguments(tmp_path / "hf", run.config),
-        config=run.config,
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[recorder],
+        copy.deepcopy(run.backbone.model), arguments(tmp_path / "hf", run.config),
+        config=run.config, train_dataset=Dataset.from_list(rows), callbacks=[recorder],
     )
     trainer.train()
     expected = [t.train_step(run, step).loss for step in range(2)]
@@ -316,7 +263,7 @@ import dataclasses, json, sys
 import torch
 from transformers import AutoModelForCausalLM
 sys.path.insert(0, {tests!r})
-from test_hf import arguments, trainer_of
+from tiny_trainer import trainer_of
 from bwsft import config as c
 from bwsft.data.tokenizer import load_tokenizer
 config = c.from_json(open({config!r}).read())

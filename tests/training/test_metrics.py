@@ -3,6 +3,7 @@
 import json
 import os
 
+import jsonl
 import pytest
 
 from bwsft.training.metrics import JsonLog, plot_run, read_log, running_mean
@@ -66,7 +67,7 @@ def test_running_mean():
 @pytest.mark.parametrize("steps", [0, 1, 30])
 def test_plot(tmp_path, steps):
     lines = [{"step": s, "loss": 2 / s, "lr": 1e-3, "grad_norm": 1.0} for s in range(1, steps + 1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    jsonl.write(tmp_path / "metrics.jsonl", *lines)
     (tmp_path / "eval.jsonl").write_text('{"step": 0, "nelbo": 2.0}\n' if steps else "")
     path = plot_run(tmp_path)
     assert path == tmp_path / "loss.png" and path.read_bytes()[:4] == b"\x89PNG"

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from tiny_runs import resumed
 
 from bwsft import config as c
 from bwsft.checkpoints import resolve as models
@@ -29,10 +30,6 @@ KINDS = {
     "cached": {"context": "cached", "draws_per_context": 2, "lora": LORA},
     "block_causal": {"context": "block_causal"},
 }
-
-
-def resumed(config, folder):
-    return dataclasses.replace(config, out=None, resume=str(folder))
 
 
 def history(folder):
@@ -57,8 +54,9 @@ def assert_same(folder, reference):
     assert end_state(folder) == end_state(reference)
 
 
-def leave_only(folder, step):
-    """The run as a kill soon after checkpoint `step` leaves it: logs go on a little further."""
+def leave_only(reference, folder, step):
+    """A copy of the run as a kill soon after checkpoint `step` leaves it: logs go on a little."""
+    shutil.copytree(reference, folder)
     for path in (folder / "checkpoints").iterdir():
         if int(path.name.split("-")[1]) > step:
             shutil.rmtree(path)
@@ -78,8 +76,7 @@ def test_from_any_checkpoint(tiny, tmp_path, kind):
     assert len(losses) == len(set(losses)) == 10
     for step in (3, 6, 9) if kind in ("full", "lora") else (6,):
         folder = tmp_path / f"from-{step}"
-        shutil.copytree(reference, folder)
-        leave_only(folder, step)
+        leave_only(reference, folder, step)
         assert train(resumed(config, folder)) == 0
         assert_same(folder, reference)
         assert (folder / "loss.png").exists()
@@ -89,8 +86,7 @@ def test_from_the_start_if_there_is_no_checkpoint(tiny, tmp_path, capsys):
     config = tiny()
     assert train(config) == 0
     reference, folder = c.run_folder(config), tmp_path / "early"
-    shutil.copytree(reference, folder)
-    leave_only(folder, 0)
+    leave_only(reference, folder, 0)
     assert train(resumed(config, folder)) == 0
     assert_same(folder, reference)
     # A folder that does not exist yet is a run that has not started.
@@ -104,8 +100,7 @@ def test_a_model_folder_is_no_different(tiny, model_folder, tmp_path):
     config = tiny(model=str(model_folder(d_model=48, n_heads=3)), tokenizer=None)
     assert train(config) == 0
     reference, folder = c.run_folder(config), tmp_path / "resumed"
-    shutil.copytree(reference, folder)
-    leave_only(folder, 6)
+    leave_only(reference, folder, 6)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
     assert train(resumed(config, folder)) == 0
     assert_same(folder, reference)
@@ -139,14 +134,11 @@ def signal_during(monkeypatch, name, steps):
     monkeypatch.setattr(place, name, interrupted)
 
 
-@pytest.mark.parametrize(
-    ("where", "steps", "kind"),
-    [
-        ("train_step", (4, 6), "lora"),
-        ("report_eval", (0, 4, 10), "full"),
-        ("save", (3, 9, 10), "traversal"),
-    ],
-)
+@pytest.mark.parametrize(("where", "steps", "kind"), [
+    ("train_step", (4, 6), "lora"),
+    ("report_eval", (0, 4, 10), "full"),
+    ("save", (3, 9, 10), "traversal"),
+])
 def test_signals_at_any_place_several_times(tiny, tmp_path, monkeypatch, where, steps, kind):
     """During an update, an evaluation or a save; an evaluation that a signal left out is made up
     for."""
@@ -183,8 +175,7 @@ def test_a_torn_newest_checkpoint_is_skipped_reported_and_replaced(tiny, tmp_pat
     config = tiny(keep_last=1, save_every=2)
     assert train(dataclasses.replace(config, keep_last=0)) == 0
     reference, folder = c.run_folder(config), tmp_path / "torn"
-    shutil.copytree(reference, folder)
-    leave_only(folder, 8)
+    leave_only(reference, folder, 8)
     torn = folder / "checkpoints" / "step-8" / "optimizer.safetensors"
     torn.write_bytes(torn.read_bytes()[:-7])
     (folder / "checkpoints" / ".step-10.1234.tmp").mkdir()
@@ -198,11 +189,11 @@ def test_a_torn_newest_checkpoint_is_skipped_reported_and_replaced(tiny, tmp_pat
     assert os.listdir(folder / "checkpoints") == ["step-10"]
 
 
-def test_a_random_base_is_kept_and_not_drawn_again(tiny, monkeypatch):
+def test_a_random_base_is_kept_and_not_drawn_again(tiny, tmp_path, monkeypatch):
     config = tiny(lora=LORA)
     assert train(config) == 0
-    folder = c.run_folder(config)
-    leave_only(folder, 6)
+    folder = tmp_path / "again"
+    leave_only(c.run_folder(config), folder, 6)
     monkeypatch.setattr(models, "new_backbone", None)
     assert train(resumed(config, folder)) == 0
     shutil.rmtree(folder / "base")
@@ -219,8 +210,7 @@ def test_what_may_change_on_resume(tiny, tmp_path, change):
     config = tiny(lora=dataclasses.replace(LORA, dropout=0.0))
     assert train(config) == 0
     reference, folder = c.run_folder(config), tmp_path / "changed"
-    shutil.copytree(reference, folder)
-    leave_only(folder, 6)
+    leave_only(reference, folder, 6)
     moved = tmp_path / "moved.jsonl"
     shutil.copy(config.data, moved)
     again = dataclasses.replace(resumed(config, folder), data=str(moved), **change)

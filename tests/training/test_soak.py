@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import jsonl
 import pytest
 
 spec = importlib.util.spec_from_file_location("soak", Path(__file__).with_name("soak.py"))
@@ -38,15 +39,14 @@ def test_three_kills(soaked):
 
 
 def edit_line(path, number, **changes):
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = jsonl.read(path)
     lines[number] |= changes
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    jsonl.write(path, *lines)
 
 
 def change_loss(work):
     log = work.run / "metrics.jsonl"
-    loss = json.loads(log.read_text().splitlines()[5])["loss"]
-    edit_line(log, 5, loss=loss * (1 + 1e-15) + 1e-16)
+    edit_line(log, 5, loss=jsonl.read(log)[5]["loss"] * (1 + 1e-15) + 1e-16)
 
 
 def drop_step(work):
@@ -71,21 +71,18 @@ def other_weights(work):
     manifest.write_text(json.dumps(files))
 
 
-@pytest.mark.parametrize(
-    ("damage", "word"),
-    [
-        (change_loss, "metrics.jsonl differs"),
-        (lambda w: edit_line(w.run / "eval.jsonl", 1, nelbo=0.5), "eval.jsonl differs"),
-        (drop_step, "holds steps"),
-        (double_step, "holds steps"),
-        (cut_weights, "torn"),
-        (other_weights, "last checkpoints differ"),
-        (lambda w: (w.run / ".config.json.1234.tmp").touch(), "left over"),
-        (lambda w: (w.run / "checkpoints" / ".step-9.12.tmp").mkdir(), "left over"),
-        (lambda w: shutil.rmtree(soak.step_folders(w.run)[-1]), "last checkpoints differ"),
-        (lambda w: (w.run / "loss.png").write_bytes(b""), "loss.png is torn"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "word"), [
+    (change_loss, "metrics.jsonl differs"),
+    (lambda w: edit_line(w.run / "eval.jsonl", 1, nelbo=0.5), "eval.jsonl differs"),
+    (drop_step, "holds steps"),
+    (double_step, "holds steps"),
+    (cut_weights, "torn"),
+    (other_weights, "last checkpoints differ"),
+    (lambda w: (w.run / ".config.json.1234.tmp").touch(), "left over"),
+    (lambda w: (w.run / "checkpoints" / ".step-9.12.tmp").mkdir(), "left over"),
+    (lambda w: shutil.rmtree(soak.step_folders(w.run)[-1]), "last checkpoints differ"),
+    (lambda w: (w.run / "loss.png").write_bytes(b""), "loss.png is torn"),
+])
 def test_it_notices(copy, damage, word):
     damage(copy)
     with pytest.raises(soak.Failed, match=word):

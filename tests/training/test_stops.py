@@ -1,33 +1,20 @@
 """What ends a run early: losses that are not finite, memory, signals, a full disk."""
 
-import dataclasses
 import os
 import resource
 import signal
 
 import pytest
 import torch
+from tiny_runs import before_step, resumed
 
 from bwsft import config as c
 from bwsft.training import run_files
-from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
 from bwsft.training.setup import train
 
 
-def before_step(monkeypatch, number, act):
-    """Call act(run) at the start of update `number` (0-based)."""
-    original = t.train_step
-
-    def step(run, index):
-        if index == number:
-            act(run)
-        return original(run, index)
-
-    monkeypatch.setattr(t, "train_step", step)
-
-
-def poison_one_micro_batch(run):
+def poison_one_micro_batch(run, step):
     """NaN for the second micro-batch of update 4."""
     first = run.data.sample_ids(run.data.samples(4, 4, run.config.seed))[2]
 
@@ -37,27 +24,24 @@ def poison_one_micro_batch(run):
     run.backbone.register_forward_hook(spoil)
 
 
-def poison_weight(run):
+def poison_weight(run, step):
     run.backbone.head()[0].data[:, 3] = float("nan")
 
 
-def poison_gradient(run):
+def poison_gradient(run, step):
     run.backbone.head()[0].register_hook(lambda grad: grad * float("inf"))
 
 
-@pytest.mark.parametrize(
-    ("poison", "what", "spoilt"),
-    [
-        (poison_weight, "loss nan", slice(0, 2)),
-        (poison_one_micro_batch, "loss nan", slice(2, 4)),
-        (poison_gradient, "gradient norm nan", slice(0, 4)),
-    ],
-)
+@pytest.mark.parametrize(("poison", "what", "spoilt"), [
+    (poison_weight, "loss nan", slice(0, 2)),
+    (poison_one_micro_batch, "loss nan", slice(2, 4)),
+    (poison_gradient, "gradient norm nan", slice(0, 4)),
+])
 def test_nan_stops_with_step_samples_and_checkpoint(
     tiny, make_run, monkeypatch, capsys, poison, what, spoilt
 ):
     config = tiny()
-    before_step(monkeypatch, 4, poison)
+    before_step(monkeypatch, poison, only=4)
     assert train(config) == 1
     folder = c.run_folder(config)
     message = capsys.readouterr().err.split("bwsft train: stopped: ")[1]
@@ -73,16 +57,16 @@ def test_nan_stops_with_step_samples_and_checkpoint(
 
 
 def test_nan_before_the_first_checkpoint_says_so(tiny, monkeypatch, capsys):
-    before_step(monkeypatch, 0, poison_weight)
+    before_step(monkeypatch, poison_weight, only=0)
     assert train(tiny(eval=c.EvalConfig(every=0))) == 1
     assert "there is no checkpoint yet" in capsys.readouterr().err
 
 
 def test_out_of_memory_says_what_to_change(tiny, monkeypatch, capsys):
-    def exhaust(run):
+    def exhaust(run, step):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
-    before_step(monkeypatch, 2, exhaust)
+    before_step(monkeypatch, exhaust, only=2)
     assert train(tiny()) == 1
     message = capsys.readouterr().err
     assert "Tried to allocate 2 GiB. Lower --micro-batch-size" in message and "more" not in message
@@ -92,7 +76,7 @@ def test_out_of_memory_says_what_to_change(tiny, monkeypatch, capsys):
 def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number):
     """And at once: the evaluation that is due then is left to the resumed run."""
     previous = signal.getsignal(number)
-    before_step(monkeypatch, 3, lambda run: os.kill(os.getpid(), number))
+    before_step(monkeypatch, lambda *run: os.kill(os.getpid(), number), only=3)
     config = tiny()
     assert train(config) == 0
     folder = c.run_folder(config)
@@ -106,11 +90,11 @@ def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number)
 
 
 def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch, usual_interrupt):
-    def twice(run):
+    def twice(run, step):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
 
-    before_step(monkeypatch, 4, twice)
+    before_step(monkeypatch, twice, only=4)
     with pytest.raises(KeyboardInterrupt):
         train(tiny())
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -135,5 +119,5 @@ def test_a_full_disk_stops_and_the_run_goes_on_later(tiny, monkeypatch):
         with pytest.raises(OSError, match=message):  # the command line prints it, status 2
             train(config)
     assert os.listdir(folder / "checkpoints") == []
-    assert train(dataclasses.replace(config, out=None, resume=str(folder))) == 0
+    assert train(resumed(config, folder)) == 0
     assert [r["step"] for r in read_log(folder / "metrics.jsonl")] == [1, 2, 3, 4]

@@ -184,9 +184,7 @@ def test_every_micro_batch_is_reseeded(tiny, make_run, monkeypatch):
     for step in (0, 8):
         t.train_step(run, step)
     ids = [run.data.sample_ids(run.data.samples(step, 4, 3)) for step in (0, 8)]
-    assert calls == [
-        (3, 0, ids[0][0]), (3, 0, ids[0][2]), (3, 8, ids[1][0]), (3, 8, ids[1][2]),
-    ]
+    assert calls == [(3, 0, ids[0][0]), (3, 0, ids[0][2]), (3, 8, ids[1][0]), (3, 8, ids[1][2])]
 
 
 def test_evaluation_leaves_training_as_it_was(tiny, make_run):

@@ -1,5 +1,5 @@
 """Real full and read-only disks: a small tmpfs, where the machine lets us mount one. (Without it,
-test_train_stops.py limits the size of files instead.)"""
+training/test_stops.py limits the size of files instead.)"""
 
 import dataclasses
 import errno

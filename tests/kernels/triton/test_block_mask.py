@@ -8,6 +8,7 @@ from bwsft_kernels import MaskSpec, block_mask, reference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import assert_same_fields as assert_same
+from kernel_cases import mask_specs
 
 MASK = 99
 
@@ -26,28 +27,8 @@ def packed(prompts, responses, tails, seed=0, dtype=torch.int64):
 
 
 @st.composite
-def specs(draw):
-    weight = draw(st.sampled_from(["count", "rate", "flat"]))
-    low, high = draw(st.sampled_from([(1e-3, 1.0), (0.0, 0.3), (0.4, 0.4), (1.0, 1.0)]))
-    return MaskSpec(
-        block_size=draw(st.sampled_from([1, 3, 4, 8, 32])),
-        mask_id=MASK,
-        seed=draw(st.integers(0, 2**64 - 1)),
-        low=low,
-        high=high,
-        weight=weight,
-        empty=draw(st.sampled_from(["last", "skip"])) if weight == "count" else "skip",
-        block_factor=draw(st.sampled_from(["mean", "sum"])),
-        prefix_noise=draw(st.sampled_from([0.0, 0.3, 1.0])),
-        suffix_leak=draw(st.sampled_from([0.0, 0.2, 1.0])),
-        block_origin=draw(st.sampled_from(["response", "absolute"])),
-        pairs=weight != "rate" and draw(st.booleans()),
-    )
-
-
-@st.composite
 def cases(draw):
-    spec, size = draw(specs()), draw(st.integers(1, 5))
+    spec, size = draw(mask_specs()), draw(st.integers(1, 5))
     lengths = [
         draw(st.lists(st.integers(0, most), min_size=size, max_size=size)) for most in (9, 40, 5)
     ]
@@ -148,8 +129,8 @@ def test_padded_rows_give_the_marks_of_packed_ones():
 @pytest.mark.parametrize("lengths", [([], [], []), ([4, 2], [0, 0], [1, 0]), ([0], [0], [0])])
 def test_nothing_to_mask(lengths):
     ids, prompts, responses, cu_seqlens = packed(*lengths)
-    own, expected = both(
-        ids, prompts.long(), responses.long(), MaskSpec(4, MASK), cu_seqlens=cu_seqlens)
+    lengths = prompts.long(), responses.long()
+    own, expected = both(ids, *lengths, MaskSpec(4, MASK), cu_seqlens=cu_seqlens)
     assert_same(own, expected)
     assert int(own.num_rows) == 0 and torch.equal(own.noisy_ids, ids)
 

@@ -4,7 +4,6 @@ Each entry of REPORTS: `repository#number: what happened` -> a function that giv
 kernels' own ground; fused_loss_bugs.py has those of any path.
 """
 
-import math
 from functools import partial
 
 import fused_loss_bugs
@@ -15,7 +14,6 @@ from bwsft_kernels import linear_argmax, linear_cross_entropy
 from fused_loss_bugs import full, problem
 
 loss_of = partial(linear_cross_entropy, impl="triton")
-argmax_of = partial(linear_argmax, impl="triton")
 
 
 def vocabulary(v):
@@ -58,25 +56,9 @@ def split_sum_over_the_vocabulary():
     return own, [g.float() for g in right]
 
 
-def ties_take_the_lowest_id():
-    weight = torch.zeros(400, 4)
-    weight[[70, 200, 399]] = 1.0
-    own = argmax_of(torch.ones(3, 4), weight)
-    return [own.token.float()], [torch.full((3,), 70.0)]
-
-
-def nan_rows_give_a_valid_id():
-    x, weight, _ = (t.detach() for t in problem())
-    x[3] = math.nan
-    with pytest.warns(RuntimeWarning, match="NaN"):  # numpy, in the interpreter
-        own = argmax_of(x, weight)
-    valid = (own.token >= 0) & (own.token < len(weight))
-    return [valid.float(), own.nan_flag.float()], [torch.ones(12), torch.ones(())]
-
-
 def banned_end_token_leaves_the_softmax():
     x, weight, _ = (t.detach() for t in problem())
-    own = argmax_of(x, weight, banned_ids=(130,))
+    own = linear_argmax(x, weight, banned_ids=(130,), impl="triton")
     best = F.linear(x, weight[:130]).softmax(-1).max(-1)
     return [own.token.float(), own.confidence], [best.indices.float(), best.values]
 
@@ -88,8 +70,6 @@ REPORTS = {
     "ml-cross-entropy#59: sentinel for an absent target": sure_loss_is_never_negative,
     "Liger-Kernel#512: fp16 diverges with large logits": fp16_and_large_logits,
     "ml-cross-entropy#14: dX far from torch's": split_sum_over_the_vocabulary,
-    "sglang-omni#1666: NaN rows give a sentinel": nan_rows_give_a_valid_id,
-    "tokenspeed#280: ties across blocks": ties_take_the_lowest_id,
     "LLaDA generate.py: banned tokens keep their share": banned_end_token_leaves_the_softmax,
 }
 SLOW_REPORTS = {
@@ -106,19 +86,12 @@ def test_reported_bug_of_any_path(report):
     fused_loss_bugs.assert_right(report, loss_of)
 
 
-def assert_right(report):
-    own, right = report()
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_REPORTS]
+
+
+@pytest.mark.parametrize("report", [*REPORTS, *SLOW])
+def test_reported_bug(report):
+    own, right = (REPORTS | SLOW_REPORTS)[report]()
     for one, other in zip(own, right, strict=True):
         # fp32 sums of at most V terms of size 1
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("report", REPORTS)
-def test_reported_bug(report):
-    assert_right(REPORTS[report])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("report", SLOW_REPORTS)
-def test_reported_bug_at_full_size(report):
-    assert_right(SLOW_REPORTS[report])

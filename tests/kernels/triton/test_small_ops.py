@@ -8,13 +8,11 @@ import sys
 
 import kernel_cases as cases
 import pytest
+import tiny_llada
 import torch
 from bwsft_kernels import _rms_norm_triton, _tuning, rms_norm, rotary, swiglu, torch_ops
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
-from bwsft.models.llada_config import LladaConfig
-from bwsft.models.loading import new_backbone
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow"),  # 1 / (1 + exp(200)) is meant
@@ -264,12 +262,9 @@ def test_many_shapes(assert_no_worse, used, data):
     cases.check_values(assert_no_worse, function, case, trained)
 
 
-def llada(fused, **fields):
-    config = LladaConfig(
-        d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, mlp_hidden_size=48, vocab_size=90,
-        max_sequence_length=64, mask_token_id=89, eos_token_id=1, pad_token_id=1, **fields,
-    )  # fmt: skip
-    backbone = new_backbone(config, seed=0)
+def llada(fused):
+    fields = {"n_kv_heads": 2, "vocab_size": 90, "mask_token_id": 89}
+    backbone = tiny_llada.backbone(torch.float32, **fields)
     backbone.set_fused_ops("on" if fused else "off")
     return backbone
 

@@ -3,16 +3,10 @@
 import sys
 
 import pytest
+import tiny_llada
 import torch
 from bwsft_kernels import MaskSpec, block_mask
 
-from bwsft.models.llada_config import LladaConfig
-from bwsft.models.loading import new_backbone
-
-CONFIG = dict(
-    d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, mlp_hidden_size=48, vocab_size=150,
-    max_sequence_length=64, mask_token_id=149, eos_token_id=1, pad_token_id=1,
-)
 SPEC = MaskSpec(block_size=8, mask_id=149, seed=11)
 
 
@@ -41,7 +35,8 @@ def train(impl, train_head, monkeypatch):
 
     for name in ("linear_cross_entropy", "block_mask"):
         monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_implementation", chosen)
-    backbone, batch = new_backbone(LladaConfig(**CONFIG), seed=0), Batch()
+    fields = {"n_kv_heads": 2, "vocab_size": 150, "mask_token_id": 149}
+    backbone, batch = tiny_llada.backbone(torch.float32, **fields), Batch()
     weight, _ = backbone.head()
     weight.requires_grad_(train_head)
     trained = [p for p in backbone.parameters() if p.requires_grad]
