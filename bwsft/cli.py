@@ -47,6 +47,8 @@ COMMANDS = {
     "demo": ("bwsft.commands.demo", "DemoOptions", "run_demo"),
 }
 
+OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}  # old spelling
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0; 2 for input that cannot be used; 1 for a
@@ -106,7 +108,7 @@ def parse_train(argv: list[str]) -> Config:
     from bwsft import config as c
     from bwsft.presets import PRESETS
 
-    argv = c.with_new_flags(argv)
+    argv = with_new_flags(argv)
     defaults = {name: make() for name, make in PRESETS.items()}
     stored = _stored_config(argv)
     if stored is not None and stored.preset in defaults:
@@ -115,6 +117,18 @@ def parse_train(argv: list[str]) -> Config:
     config = tyro.extras.overridable_config_cli(presets, args=argv, prog="bwsft train")
     c.validate(config)
     return config
+
+
+def with_new_flags(argv: list[str]) -> list[str]:
+    """The words of a command line with a flag's name of today for an older one, which a line on
+    stderr names."""
+    words = list(argv)
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if (now := OLD_FLAGS.get(flag)) is not None:
+            print(f"{flag} is called {now} now", file=sys.stderr)
+            words[i] = now + equals + value
+    return words
 
 
 def _stored_config(argv: list[str]) -> Config | None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -193,7 +191,6 @@ LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
     ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip", "profile"], 0
 )
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}  # old spelling
 
 
 def run_folder(config: Config) -> Path:
@@ -290,18 +287,6 @@ def from_json(text: str, where: str = "config.json") -> Config:
     except ValueError as error:
         raise ValueError(f"{where} {error}") from error
     return config_check.build(Config, values, where)
-
-
-def with_new_flags(argv: Sequence[str]) -> list[str]:
-    """The words of a command line with a flag's name of today for an older one, which a line on
-    stderr names."""
-    words = list(argv)
-    for i, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if (now := OLD_FLAGS.get(flag)) is not None:
-            print(f"{flag} is called {now} now", file=sys.stderr)
-            words[i] = now + equals + value
-    return words
 
 
 def differences(a: Config, b: Config) -> list[str]:

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from bwsft import cli, presets
 from bwsft import config as c
-from bwsft import presets
 from bwsft.cli import main, parse_train
 
 
@@ -61,3 +61,10 @@ def test_interrupted_before_a_run_can_save(monkeypatch, capsys):
     monkeypatch.setattr("bwsft.cli._train", interrupt)
     assert main(["train", "debug"]) == 130
     assert capsys.readouterr().err == "bwsft train: interrupted\n"
+
+
+def test_an_old_flag_works_and_names_the_new_one(capsys):
+    old = ["--objective.name", "mdlm", "--objective.mdlm.normalise", "sequence"]  # old spelling
+    assert cli.parse_train(["debug", *old]).objective.mdlm.normalize == "sequence"
+    flag = "--objective.mdlm.normalise"  # old spelling
+    assert f"{flag} is called --objective.mdlm.normalize now" in capsys.readouterr().err
