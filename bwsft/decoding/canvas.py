@@ -64,6 +64,7 @@ class Active:
 
     planned: Planned
     block: Span
+    quota: Tensor | None  # [S], see PlannedStep; None: a dynamic rule
     flat: Tensor  # [S, B] places in the packed canvas
     masked: Tensor  # [S, B] bool, without repeats
     asked: Tensor  # [S, B] bool: slots that are projected to logits
@@ -71,11 +72,6 @@ class Active:
     places: Tensor  # [N] and in the packed canvas
     key: tuple[Tensor, Tensor, Tensor]  # request, step and position [N], which noise depends on
     early: Tensor | None  # [N] bool: no end token may be there yet
-
-    @property
-    def quota(self) -> Tensor:
-        """[S], see PlannedStep."""
-        return upload([step.quota for step in self.planned], self.flat.device)
 
     def rectangle(self, values: Tensor, none: float = -torch.inf) -> Tensor:
         """Values [N] in their slots [S, B]."""
@@ -103,24 +99,30 @@ class Canvas:
     position_ids: Tensor  # [T]
     cu_seqlens: Tensor  # [S + 1] int32
     requests: Tensor  # [S]
+    plan: Tensor | None  # [S, P, 3]: start, stop and quota of every step; None: a dynamic rule
 
     @classmethod
-    def begin(cls, rows: list[Row], family: Family, like: Tensor) -> Canvas:
+    def begin(
+        cls, rows: list[Row], family: Family, like: Tensor, dynamic: bool = False
+    ) -> Canvas:
         """Every row's prompt and response; on the device of `like`, confidences in its dtype or
         float32."""
         ids = torch.tensor([i for r in rows for i in r.prompt + r.response], device=like.device)
         wide = torch.promote_types(like.dtype, torch.float32)
         history = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=wide)
-        return cls.of(rows, family, ids, *history)
+        return cls.of(rows, family, dynamic, ids, *history)
 
     @classmethod
-    def of(cls, rows: list[Row], family: Family, ids: Tensor, *history: Tensor) -> Canvas:
+    def of(
+        cls, rows: list[Row], family: Family, dynamic: bool, ids: Tensor, *history: Tensor
+    ) -> Canvas:
         edges = torch.tensor([0, *(row.length for row in rows)]).cumsum(0)
         return cls(
             rows, family, ids, *history,
             position_ids=torch.cat([torch.arange(row.length) for row in rows]).to(ids.device),
             cu_seqlens=edges.to(ids.device, torch.int32),
             requests=torch.tensor([row.request for row in rows]).to(ids.device),
+            plan=None if dynamic else plan_table(rows).to(ids.device),
         )  # fmt: skip
 
     def keep(self, kept: list[int]) -> Canvas:
@@ -132,12 +134,18 @@ class Canvas:
             return torch.cat([parts[i] for i in kept])
 
         columns = map(pick, (self.ids, self.committed_at, self.confidence))
-        return self.of([self.rows[i] for i in kept], self.family, *columns)
+        return self.of([self.rows[i] for i in kept], self.family, self.plan is None, *columns)
 
     def look(self, planned: Planned, step: int, rule: Rule) -> Active:
         """The active blocks before a step. Reads nothing back from the device: the host knows how
-        many slots are asked for."""
-        block = span_of([p.start for p in planned], [p.stop for p in planned], self.ids.device)
+        many slots are asked for. Under a planned rule nothing is sent to it either."""
+        if self.plan is None:
+            block = span_of([p.start for p in planned], [p.stop for p in planned], self.ids.device)
+            quota = None
+        else:
+            start, stop, quota = self.plan[:, step].unbind(1)
+            sizes = [p.stop - p.start for p in planned]
+            block = Span(start, stop - start, max(sizes), even=min(sizes) == max(sizes))
         flat = block.flat(self.cu_seqlens)
         masked = self.ids[flat] == self.family.mask_id
         if not block.even:
@@ -156,7 +164,7 @@ class Canvas:
         if rule.config.min_length:
             prompt = self.cu_seqlens.diff() - rule.config.gen_length
             early = position - prompt[owner] < rule.config.min_length
-        return Active(planned, block, flat, masked, asked, slots, places, key, early)
+        return Active(planned, block, quota, flat, masked, asked, slots, places, key, early)
 
     def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
         """Each of the N slots gets its token, becomes [MASK] or stays what it was."""
@@ -195,3 +203,11 @@ def final_rows(canvas: Tensor, mask_id: int, end_ids: Tensor) -> Tensor:
     [MASK] before it. Committed tokens never change, so what follows cannot matter."""
     mask_before = (canvas == mask_id).cumsum(1) > 0
     return (torch.isin(canvas, end_ids) & ~mask_before).any(1)
+
+
+def plan_table(rows: list[Row]) -> Tensor:
+    """Start, stop and quota of every step [S, P, 3]."""
+    longest = max(len(row.plan) for row in rows)
+    # A row that has no more steps is gone before its padding would be read.
+    plan = [[(p.start, p.stop, p.quota) for p in row.plan] for row in rows]
+    return torch.tensor([row + [(0, 0, 0)] * (longest - len(row)) for row in plan])

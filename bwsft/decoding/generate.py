@@ -91,7 +91,7 @@ def fill(
 ) -> Iterator[tuple[int, Generation]]:
     """Decode one batch; yields (row.index, Generation) and drops the row as soon as it is final."""
     weight, rule = model.head()[0], config.method
-    canvas = Canvas.begin(rows, model.family, weight)
+    canvas = Canvas.begin(rows, model.family, weight, rule.dynamic)
     with decoding(model, weight):  # the cache's dtype is that of the passes
         context = rule.context_type.begin(model, config, canvas, verifier)
     # The canvas remembers the last commit at a position, which is all there is unless it revises.
