@@ -299,6 +299,21 @@ def test_a_step_reads_nothing_back_from_the_device(temperature, context):
     assert reads.found == ["index", "_local_scalar_dense"]
 
 
+def test_a_planned_step_sends_nothing_to_the_device(monkeypatch):
+    """Its blocks and quotas are there already; only a dynamic rule's are not known before."""
+    model, config = Biased([0.9, 0.0, 5.0]), DecodeConfig(8, 4)
+    rows = [Row(i, i, [0] * i, [2] * 8, config.method.plan(i, "response")) for i in (1, 4)]
+    planned, dynamic = (Canvas.begin(rows, model.family, model.weight, d) for d in (False, True))
+    monkeypatch.setattr("bwsft.decoding.canvas.upload", None)
+    for step in range(8):
+        steps = [row.plan[step] for row in rows]
+        active = planned.look(steps, step, config.method)
+        assert active.block.start.tolist() == [p.start for p in steps]
+        assert active.quota.tolist() == [p.quota for p in steps]
+    with pytest.raises(TypeError, match="NoneType"):
+        dynamic.look([row.plan[0] for row in rows], 0, config.method)
+
+
 @pytest.mark.parametrize("fields", [
     {"rule": "first_hitting"},
     {"rule": "rcr"},
