@@ -31,6 +31,16 @@ class DataConfig:
     """A malformed record stops the run, or is skipped, counted and listed."""
     exclude_type: str | None = None
     """Drop records whose `type` contains this text (the released code drops "GSM")."""
+    subset: str | None = None
+    """Configuration of a Hub data set, such as openai/gsm8k's main."""
+    split: str | None = None
+    """Split of a Hub data set; default train."""
+    columns: str | None = None
+    """What other columns are, as prompt=q,response=a,system=s,ignore=url; see docs."""
+    turns: Literal["last", "all"] = "last"
+    """Assistant turns of a conversation that are trained on, each as an example of its own."""
+    template_args: str | None = None
+    """Arguments of the chat template, such as enable_thinking=false,date_string=1 May 2025."""
     limit: int | None = None
     """Use at most this many kept examples, in source order."""
     holdout: int = 64
