@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from bwsft.data.records import Record
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions, context_hint
 from bwsft.decoding.request import check_modes, check_request
@@ -46,6 +45,8 @@ class ChatOptions(DecoderOptions):
 
     model: str | None = None
     """Run folder, checkpoint, model folder or Hub id; default: the embedded tiny LLaDA."""
+    system: str | None = None
+    """System message that the conversation begins with."""
 
 
 def run_chat(options: ChatOptions) -> int:
@@ -55,7 +56,7 @@ def run_chat(options: ChatOptions) -> int:
     shell.note(f"{options.model or 'the embedded tiny LLaDA'}; /help lists the commands")
     if decoder.template.name != "chat":
         shell.note(f"template {decoder.template.name} has no turns: each question stands alone")
-    return talk(Conversation(decoder), shell)
+    return talk(Conversation(decoder, options.system), shell)
 
 
 def talk(conversation: Conversation, shell: Plain | Terminal) -> int:
@@ -104,6 +105,7 @@ class Conversation:
     """A model, its settings and what was said."""
 
     decoder: Decoder
+    system: str | None = None
     # Questions and answers that the next question follows.
     turns: list[tuple[str, str]] = field(default_factory=list)
     asked: int = 0  # number of the next answer, which its noise depends on
@@ -114,11 +116,12 @@ class Conversation:
         template, config = self.decoder.template, self.decoder.config
         family = self.decoder.trained.backbone.family
         question.encode()  # lone surrogates of a mistyped byte: ValueError
+        first = [] if self.system is None else [("system", self.system)]
         for dropped in range(len(self.turns) + 1):
             earlier = self.turns[dropped:]
             said = [m for q, a in earlier for m in (("user", q), ("assistant", a))]
-            record = Record((*said, ("user", question)), "")
-            [(ids, _)] = template.tokenize([template.prepare(record)])
+            said = [*first, *said, ("user", question)]
+            [ids] = template.encode_prompts([[{"role": r, "content": c} for r, c in said]])
             if len(ids) + config.gen_length <= family.max_positions:
                 break
         check_request([ids], [self.asked], family, config)

@@ -1,17 +1,21 @@
-"""Renders prompts and answers through a chat template, and turns them into token ids.
+"""Renders conversations by the tokenizer's chat template, and turns them into token ids.
 
-Prompt and answer are tokenized apart. A rendered prompt is cut at the special tokens that the
-template itself printed; everything between them, the messages included, is tokenized with special
-tokens switched off. So "<|eot_id|>" typed by a user stays text, and benign text gets the same ids
-that `apply_chat_template` gives.
+A conversation is rendered and tokenized as a whole. Its prompt is what the template prints with
+add_generation_prompt, with the ids that `apply_chat_template` gives; its response is what the
+template prints after that, up to the end of the assistant's turn. Special tokens count where the
+template printed them: "<|eot_id|>" typed by a user stays text.
 """
 
-import itertools
+import datetime
+import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from bwsft.data.records import Record
-from bwsft.data.tokenizer import merged_end_ids, special_tokens
+from bwsft.data.records import Message, Record
+from bwsft.data.tokenizer import merged_end_ids, special_tokens, with_renamed_specials
+from bwsft.utils.config_check import assignments
 
 NAMES = ("metamath", "chat", "none")
 # The instruction of MetaMath, as one line before the blank line, as its code has it.
@@ -20,8 +24,23 @@ METAMATH = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{query}\n\n### Response: Let's think step by step."
 )
-# Different on both sides, so that a template's trimming of either side can be told apart.
-PAD_LEFT, PAD_RIGHT = "\t ", " \n"
+# What a template that prints today's date prints (Llama 3.2's own fallback): the ids of a record
+# must not depend on the day, or a run could neither go on tomorrow nor decode as it was trained.
+TODAY = datetime.datetime(2024, 7, 26)
+QUESTION, REPLY = "bwsft0slot", "bwsft1slot"  # contents whose place a rendering is searched for
+SHIELD, MARK = "\U0010fffc", "\U0010fffd"  # private characters: see Template._shield
+
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An example as text. `marked`: special tokens stand there by the names of
+    `with_renamed_specials`, and any other text is only text."""
+
+    prompt: str
+    response: str
+    marked: bool
 
 
 class Template:
@@ -29,146 +48,219 @@ class Template:
 
     `name` is "metamath" (the instruction text as the user's turn), "chat" (the user's text as it
     is) or "none" (the user's text alone, no chat template). metamath does without a chat template
-    where the tokenizer has none. `end_id` ends every answer: the template's end of turn where it
-    has one, else EOS; decoding stops at any of `end_ids`.
+    where the tokenizer has none. `args`: arguments of the chat template, as
+    "enable_thinking=false,style=brief". `end_id` ends every answer: the template's end of turn
+    where it has one, else EOS; decoding stops at any of `end_ids`.
     """
 
-    def __init__(self, tokenizer: Any, name: str = "metamath"):
+    def __init__(self, tokenizer: Any, name: str = "metamath", args: str | None = None):
         if name not in NAMES:
             raise ValueError(f"unknown template {name!r}; known are {', '.join(NAMES)}")
         if name == "chat" and not tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template; use 'metamath' or 'none'")
         if tokenizer.eos_token_id is None:
             raise ValueError("this tokenizer has no EOS token; set its eos_token")
-        self.tokenizer, self.name = tokenizer, name
+        self.tokenizer, self.name, self.args = tokenizer, name, parse_args(args)
         self._chat = name != "none" and bool(tokenizer.chat_template)
+        self._source = on_one_day(tokenizer.get_chat_template()) if self._chat else None
         self._special = special_tokens(tokenizer)
-        blanks, parts = {False: "", True: r"\s*"}, []
-        for text in sorted(self._special, key=len, reverse=True):
-            _, left, right = self._special[text]
-            parts.append(blanks[left] + re.escape(text) + blanks[right])
-        self._pattern = re.compile("|".join(parts) or r"(?!)")
-        self._layouts: dict[tuple[str, ...], tuple[list[str], list[tuple[bool, bool]]]] = {}
-        self.end_id, self._answer_trim = self._find_end()
+        names = sorted(self._special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._renamed: Any = None
+        self._first_ids = [] if self._chat else first_ids(tokenizer)
+        self._end, self._tail, self.lead = self._find_end()
+        self.end_id = self._special[self._end][0] if self._end else tokenizer.eos_token_id
         self.end_ids = merged_end_ids([self.end_id, tokenizer.eos_token_id])
 
-    def prepare(self, record: Record) -> tuple[list[str | int], str]:
-        """(prompt as texts and special ids, answer text), ready for `tokenize`. Raises ValueError
-        with what is wrong where the template can't take the record."""
-        answer = _trim(record.response, self._answer_trim) if self._chat else record.response
-        return self._segments(*self._assemble(record.messages)), answer
+    def prepare(self, record: Record, answer: int | None = None) -> Prepared:
+        """Prompt and response of turn `answer` of a record (default: the last), for `tokenize`.
+        ValueError with what is wrong where the template cannot take the record."""
+        at = record.last if answer is None else answer
+        return self._prepare(record.messages[: at + 1], record.tools, answered=True)
 
-    def tokenize(self, prepared: list[tuple[list[str | int], str]]) -> list[tuple[list, list]]:
-        """(prompt ids, response ids with the end token) of each prepared record."""
-        texts = [part for prompt, _ in prepared for part in prompt if isinstance(part, str)]
-        ids = self._text_ids([*texts, *(answer for _, answer in prepared)])
+    def tokenize(self, prepared: Sequence[Prepared]) -> list[tuple[list[int], list[int]]]:
+        """(prompt ids, response ids with the end token) of each prepared example."""
+        texts = {(p.prompt, p.marked) for p in prepared}
+        texts |= {(p.prompt + p.response, p.marked) for p in prepared}
+        ids = self._text_ids(texts)
+        split = [self._split_ids(p, ids) for p in prepared]
+        # Where a token would reach over the border, the response is tokenized alone.
+        alone = {(p.response, p.marked) for p, s in zip(prepared, split, strict=True) if s is None}
+        ids |= self._text_ids(alone)
         return [
             (
-                [i for part in prompt for i in (ids[part] if isinstance(part, str) else (part,))],
-                [*ids[answer], self.end_id],
+                [*self._first_ids, *ids[p.prompt, p.marked]],
+                [*(ids[p.response, p.marked] if s is None else s), self.end_id],
             )
-            for prompt, answer in prepared
+            for p, s in zip(prepared, split, strict=True)
         ]
 
-    def encode_prompts(self, queries: list[str]) -> list[list[int]]:
-        """Prompt ids of bare questions, for decoding."""
-        prepared = [self.prepare(Record((("user", query),), "")) for query in queries]
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of what is to be answered: a question each, or the turns so far."""
+        turns = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+        prepared = [self._prepare(t, (), answered=False) for t in turns]
         return [prompt for prompt, _ in self.tokenize(prepared)]
 
-    def _text_ids(self, texts: list[str]) -> dict[str, list[int]]:
-        unique = list(dict.fromkeys(texts))
-        if not unique:
-            return {}
-        encoded = self.tokenizer(
-            unique, add_special_tokens=False, split_special_tokens=True,
-            return_attention_mask=False, return_token_type_ids=False, verbose=False,
-        )  # fmt: skip
-        return dict(zip(unique, encoded["input_ids"], strict=True))
+    def reads(self, name: str) -> bool:
+        """Whether the chat template names a field of messages, or an argument such as tools."""
+        return bool(self._source) and name in self._source
 
-    def _assemble(self, messages: tuple[tuple[str, str], ...]) -> tuple[list[str], list[str]]:
-        """Template texts around the messages, and the messages as the template prints them."""
-        roles, contents = zip(*messages, strict=True)
+    def render(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool) -> str:
+        """The text that the chat template prints; `prompt`: with the header of an answer."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False,
+                add_generation_prompt=prompt, chat_template=self._source, **self.args,
+            )  # fmt: skip
+        except Exception as error:  # templates raise jinja's errors and whatever they call
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def _prepare(
+        self, messages: Sequence[Message], tools: Sequence[Any], answered: bool
+    ) -> Prepared:
+        asked = messages[: len(messages) - answered]
+        roles = tuple(turn["role"] for turn in asked)
         if self.name != "chat" and roles not in (("user",), ("system", "user")):
             raise ValueError(f"template {self.name!r} takes one user turn; use 'chat'")
         if not self._chat and len(roles) > 1:
             raise ValueError("a system message needs a chat template")
         if self.name == "metamath":
-            contents = (*contents[:-1], METAMATH.format(query=contents[-1]))
+            query = asked[-1] | {"content": METAMATH.format(query=asked[-1]["content"])}
+            asked = [*asked[:-1], query]
         if not self._chat:
-            return ["", ""], list(contents)
-        if roles not in self._layouts:
-            self._layouts[roles] = self._layout(roles, answer=False)
-        pieces, trims = self._layouts[roles]
-        contents = [_trim(text, trim) for text, trim in zip(contents, trims, strict=True)]
-        if len(roles) > 1:
-            # A layout knows nothing of templates that edit earlier turns (dropping their
-            # reasoning, say); one real rendering does.
-            whole = "".join(a + b for a, b in zip(pieces, [*contents, ""], strict=True))
-            if self._render(roles, contents, answer=False) != whole:
-                raise ValueError("the chat template rewrites the text of these messages")
-        return pieces, contents
+            texts = asked[-1]["content"], messages[-1]["content"] if answered else ""
+            marked = any(map(self._pattern.search, texts))
+            if marked and MARK in "".join(texts):
+                raise ValueError("contains U+10FFFD beside special tokens: take one of them out")
+            return Prepared(*texts, marked)
+        return self._render_pair([*asked, *messages[len(asked) :]], tools, len(asked))
 
-    def _segments(self, pieces: list[str], contents: list[str]) -> list[str | int]:
-        """Texts and special ids in turn. Only `pieces`, the template's own text, is searched."""
-        segments: list[str | int] = []
-        text = ""
-        for piece, content in zip(pieces, [*contents, ""], strict=True):
-            at = 0
-            for match in self._pattern.finditer(piece):
-                text += piece[at : match.start()]
-                segments += [text] if text else []
-                segments.append(self._special[match.group().strip()][0])
-                text, at = "", match.end()
-            text += piece[at:] + content
-        return segments + ([text] if text else [])
+    def _render_pair(self, turns: list[Message], tools: Sequence[Any], asked: int) -> Prepared:
+        (safe, safe_tools), shielded = self._shield((turns, list(tools)))
+        prompt = self.render(safe[:asked], safe_tools, prompt=True)
+        if shielded and self.render(turns[:asked], tools, True) != prompt.replace(SHIELD, ""):
+            raise ValueError("the chat template acts on special tokens in the text of messages")
+        response = ""
+        if asked < len(safe):
+            whole = self.render(safe, safe_tools, prompt=False)
+            response = self._response(prompt, whole, safe[-1])
+        if shielded:
+            prompt, response = map(self._mark, (prompt, response))
+        return Prepared(prompt, response, shielded)
 
-    def _layout(
-        self, roles: tuple[str, ...], answer: bool
-    ) -> tuple[list[str], list[tuple[bool, bool]]]:
-        """The template's text around each message (one piece more than messages), and whether it
-        trims each message (left, right). Found with markers instead of contents, because a
-        template may print an assistant header whatever `add_generation_prompt` says (LLaDA's)."""
-        marks = [f"bwsft{i}slot" for i in range(len(roles))]
-        plain = _split(self._render(roles, marks, answer), marks)
-        padded = [PAD_LEFT + mark + PAD_RIGHT for mark in marks]
-        padded, keeps = _split(self._render(roles, padded, answer), marks), []
-        for before, after in zip(plain, padded, strict=True):
-            options = itertools.product((False, True), repeat=2)  # of the right and the left blanks
-            fits = [o for o in options if PAD_RIGHT * o[0] + before + PAD_LEFT * o[1] == after]
-            if not fits:
-                raise ValueError("the chat template changes the blanks around its messages")
-            keeps.append(fits[0])
-        return plain, [(not keeps[i][1], not keeps[i + 1][0]) for i in range(len(roles))]
+    def _shield(self, value: Any) -> tuple[Any, bool]:
+        """Messages with a private character in every special token of their texts, so that those
+        that a rendering has are the template's; and whether there was any."""
+        if isinstance(value, str):
+            text = value
+            while found := self._pattern.search(text):
+                text = text[: found.start() + 1] + SHIELD + text[found.start() + 1 :]
+            if text is not value and (SHIELD in value or MARK in value):
+                raise ValueError("contains U+10FFFC or U+10FFFD beside special tokens")
+            return text, text is not value
+        if isinstance(value, dict):
+            pairs = {key: self._shield(item) for key, item in value.items() if key != "role"}
+            shielded = {key: pairs[key][0] if key in pairs else value[key] for key in value}
+            return shielded, any(found for _, found in pairs.values())
+        if isinstance(value, list | tuple):
+            items = [self._shield(item) for item in value]
+            return [item for item, _ in items], any(found for _, found in items)
+        return value, False
 
-    def _render(self, roles: tuple[str, ...], contents: list[str], answer: bool) -> str:
-        messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    def _mark(self, text: str) -> str:
+        """A shielded rendering with the template's special tokens by their private names."""
+        marked = self._pattern.sub(lambda m: f"{MARK}{self._special[m.group()][0]}{MARK}", text)
+        return marked.replace(SHIELD, "")
+
+    def _response(self, prompt: str, whole: str, message: Message) -> str:
+        """What the template prints of an answer after the prompt, without its end."""
+        body, content = self._before_end(whole), message["content"].strip()
+        if body is None:
+            raise ValueError("the chat template does not end the answer as it ends others")
+        if body.startswith(prompt):
+            response = body[len(prompt) :]
+            # A block that the template makes up (Qwen3's empty <think>) and no decoder sends is
+            # left out, unless the answer has one; blanks belong to the answer.
+            made_up = self.lead.strip() and response.startswith(self.lead)
+            own = content.startswith(self.lead.strip()) or message.keys() - {"role", "content"}
+            return response[len(self.lead) :] if made_up and not own else response
+        # The prompt goes on where the answer does not (an opened <think>).
+        if not content or not body.rstrip().endswith(content):
+            raise ValueError("the chat template rewrites the text of the answer")
+        return body.rstrip()[-len(content) :]
+
+    def _before_end(self, whole: str) -> str | None:
+        """A rendering up to the end of its last answer, None if that comes too early."""
+        if not self._end:
+            return whole[: len(whole) - len(self._tail)] if whole.endswith(self._tail) else None
+        at = whole.rfind(self._end)
+        if at < 0:
+            return None
+        return whole[:at].rstrip() if self._special[self._end][1] else whole[:at]
+
+    def _find_end(self) -> tuple[str | None, str, str]:
+        """(special token that ends an answer, text that does where none does, what the template
+        prints between a prompt and an answer)."""
+        if not self._chat:
+            return None, "", ""
+        user, reply = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": REPLY}
+        prompt, whole = self.render([user], (), True), self.render([user, reply], (), False)
+        before, found, tail = whole.rpartition(REPLY)
+        if QUESTION not in prompt or QUESTION not in before or not found:
+            raise ValueError("the chat template doesn't print every message")
+        match = self._pattern.match(tail.lstrip())
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        return match and match.group(), tail, lead
+
+    def _split_ids(self, prepared: Prepared, ids: dict) -> list[int] | None:
+        """Ids of the response within the whole, None if its first token began in the prompt."""
+        prompt = ids[prepared.prompt, prepared.marked]
+        whole = ids[prepared.prompt + prepared.response, prepared.marked]
+        return whole[len(prompt) :] if whole[: len(prompt)] == prompt else None
+
+    def _text_ids(self, texts: set[tuple[str, bool]]) -> dict[tuple[str, bool], list[int]]:
+        plain = [text for text, marked in texts if not marked]
+        marked = [text for text, marked in texts if marked]
+        found: dict[tuple[str, bool], list[int]] = {}
+        if plain:
+            encoded = self.tokenizer(
+                plain, add_special_tokens=False, split_special_tokens=False,
+                return_attention_mask=False, return_token_type_ids=False, verbose=False,
+            )["input_ids"]  # fmt: skip
+            found |= {(text, False): ids for text, ids in zip(plain, encoded, strict=True)}
+        if marked:
+            if self._renamed is None:
+                self._renamed = with_renamed_specials(self.tokenizer, MARK)
+            encoded = self._renamed.encode_batch(marked, add_special_tokens=False)
+            found |= {(text, True): e.ids for text, e in zip(marked, encoded, strict=True)}
+        return found
+
+
+def on_one_day(template: str) -> str:
+    """A chat template with TODAY where it would print the day of its use."""
+    fixed = re.sub(
+        r"""strftime_now\(\s*(?P<quote>['"])(.*?)(?P=quote)\s*\)""",
+        lambda call: repr(TODAY.strftime(call[2])), template,
+    )  # fmt: skip
+    if re.search(r"strftime_now\s*\(", fixed):
+        raise ValueError("the chat template prints the date by a format that it makes up itself")
+    return fixed
+
+
+def parse_args(text: str | None) -> dict[str, Any]:
+    """Arguments of a chat template from "name=value,...": values that are JSON, or else text."""
+    args = {}
+    for name, value in assignments(text, "--dataset.template-args"):
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not answer
-            )
-        except Exception as error:  # templates raise jinja's errors and whatever they call
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-
-    def _find_end(self) -> tuple[int, tuple[bool, bool]]:
-        """The id that follows an assistant message, and the trimming of that message."""
-        if not self._chat:
-            return self.tokenizer.eos_token_id, (False, False)
-        pieces, trims = self._layout(("user", "assistant"), answer=True)
-        match = self._pattern.match(pieces[-1].lstrip())
-        end = self._special[match.group().strip()][0] if match else self.tokenizer.eos_token_id
-        return end, trims[-1]
+            args[name] = json.loads(value)
+        except ValueError:
+            args[name] = value
+    return args
 
 
-def _split(text: str, marks: list[str]) -> list[str]:
-    pieces = []
-    for mark in marks:
-        before, found, text = text.partition(mark)
-        if not found or mark in text:
-            raise ValueError("the chat template doesn't print every message once and in order")
-        pieces.append(before)
-    return [*pieces, text]
-
-
-def _trim(text: str, trim: tuple[bool, bool]) -> str:
-    text = text.lstrip() if trim[0] else text
-    return text.rstrip() if trim[1] else text
+def first_ids(tokenizer: Any) -> list[int]:
+    """The ids that a tokenizer sets before every text, such as BOS."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    fits = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return list(whole[: next(fits, 0)])

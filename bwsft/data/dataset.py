@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -17,11 +18,13 @@ from tqdm import tqdm
 
 from bwsft.data import chat_template, records, token_cache
 from bwsft.data import tokenizer as tokenizer_module
-from bwsft.data.chat_template import Template
+from bwsft.data.chat_template import Prepared, Template
 from bwsft.data.packing import CanvasLayout, Example
+from bwsft.data.records import Record
 from bwsft.utils import strict_json
 
-LISTED = 20  # malformed records that a report names; the rest are only counted
+TURN_BIT = 40  # a sample id is the record's number + (answers after this one << TURN_BIT)
+LISTED = 20  # malformed records, or unread columns, that a report names; the rest only count
 CHUNK = 1024  # records per call of the tokenizer
 # No example of so much text fits any context, and tokenizing takes some 100 bytes a character.
 MOST_CHARACTERS = 1_000_000
@@ -40,10 +43,14 @@ class DataOptions:
     `max_length` bounds prompt + response with its end token; longer examples are dropped.
     `gen_length` only serves the report. `on_bad` is "stop" or "skip". Records whose `type`
     contains `exclude_type` are dropped. With `mask_id` or `vocab_size` given, every id is checked
-    against them.
+    against them. `columns` (as records.Columns.parse takes it) says what the columns are, `turns`
+    which answers of a conversation are examples, `template_args` goes to the chat template.
     """
 
     template: str = "metamath"
+    template_args: str | None = None
+    columns: str | None = None
+    turns: str = "last"
     max_length: int = 256
     gen_length: int = 128
     on_bad: str = "stop"
@@ -67,10 +74,15 @@ class TokenizedSet:
     starts: np.ndarray  # [n] int64, where each example's prompt begins in `tokens`
     prompt_lengths: np.ndarray  # [n] int64
     response_lengths: np.ndarray  # [n] int64, end token included
-    sample_ids: np.ndarray  # [n] int64, record numbers in the source
+    sample_ids: np.ndarray  # [n] int64, the record's number in the source, and the turn
     end_ids: tuple[int, ...]
     fingerprint: str
     report: dict[str, Any]
+
+    @property
+    def record_numbers(self) -> np.ndarray:
+        """[n] the record that each example is a turn of."""
+        return self.sample_ids & ((1 << TURN_BIT) - 1)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -101,13 +113,20 @@ class TokenizedSet:
     def summary(self) -> str:
         """The report as a few lines of text."""
         r = self.report
-        head = f"kept {r['kept']:,} of {r['records']:,} records ({r['kept'] / r['records']:.2%})"
+        head = f"kept {r['kept']:,} of {r['examples']:,} {r['unit']}"
+        head += f" ({r['kept'] / r['examples']:.2%})"
         dropped = [f"  dropped {count:,}: {reason}" for reason, count in r["dropped"].items()]
         skipped = [f"    {entry['where']} {entry['reason']}" for entry in r["skipped"]]
         lengths = [
             f"  {part} tokens: median {q['50%']}, 90% up to {q['90%']}, longest {q['max']}"
             for part, q in r["lengths"].items()
         ]
+        unread = ", ".join(f"{name} ({count:,})" for name, count in r["unread"].items())
+        if unread:
+            skipped.append(
+                f"  not read: {unread}; --dataset.columns input=NAME sets a column under the "
+                "prompt, ignore=NAME leaves it out of this line"
+            )
         share = f"{r['longer_than_gen_length']:.1%} of responses"
         share = f"  {share} exceed gen_length {r['gen_length']}"
         return "\n".join([head, *dropped, *skipped, *lengths, share])
@@ -125,7 +144,7 @@ def load_set(
     """
     options = options or DataOptions()
     opened = records.open_source(source)
-    template = Template(tokenizer, options.template)
+    template = Template(tokenizer, options.template, options.template_args)
     path = None
     if opened.digest is not None:
         folder = cache_dir or os.environ.get("BWSFT_CACHE") or Path.home() / ".cache" / "bwsft"
@@ -145,7 +164,8 @@ def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
     modules = (records, strict_json, chat_template, tokenizer_module)
     code = [Path(file).read_bytes() for file in (*(m.__file__ for m in modules), __file__)]
-    parts = [source, tokenizer, options.template, options.on_bad, options.exclude_type]
+    names = ("template", "template_args", "columns", "turns", "on_bad", "exclude_type")
+    parts = [source, tokenizer, *(getattr(options, name) for name in names)]
     parts += [hashlib.sha256(text).hexdigest() for text in code]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -154,51 +174,98 @@ def _tokenize(
     source: records.Source, template: Template, options: DataOptions
 ) -> tuple[dict, dict]:
     """(arrays of all well-formed records, what became of the others)."""
-    dropped: Counter[str] = Counter()
-    skipped: list[dict[str, str]] = []
+    reader = _Reader(template, options)
     chunks, count = [], 0
     rows = enumerate(source.rows())
     with tqdm(total=source.total, desc="tokenizing", unit=" records", disable=None) as bar:
         while chunk := list(islice(rows, CHUNK)):
-            prepared, sample_ids = [], []
-            for number, (where, raw) in chunk:
-                try:
-                    ready = _prepare(raw, template, options.exclude_type)
-                except ValueError as error:
-                    if options.on_bad == "stop":
-                        hint = "fix it, or leave bad records out with on_bad 'skip'"
-                        raise ValueError(f"{where} {error}; {hint}") from error
-                    dropped["malformed"] += 1
-                    if len(skipped) < LISTED:
-                        skipped.append({"where": where, "reason": str(error)})
-                    continue
-                if isinstance(ready, str):
-                    dropped[ready] += 1
-                else:
-                    prepared.append(ready)
-                    sample_ids.append(number)
-            chunks.append(_flatten(template.tokenize(prepared), sample_ids))
+            ready = [pair for number, row in chunk for pair in reader.examples(number, *row)]
+            ids = [sample_id for sample_id, _ in ready]
+            chunks.append(_flatten(template.tokenize([text for _, text in ready]), ids))
             count += len(chunk)
             bar.update(len(chunk))
     if not count:
         raise ValueError(f"there are no records in {source.name}")
     columns = zip(*chunks, strict=True)
     arrays = {name: np.concatenate(c) for name, c in zip(ARRAYS, columns, strict=True)}
-    facts = {"records": count, "dropped": dict(dropped), "skipped": skipped}
+    facts = reader.facts() | {"records": count}
     return arrays, facts | {"digest": token_cache.content_digest(arrays)}
 
 
-def _prepare(raw: Any, template: Template, exclude_type: str | None) -> Any:
-    """What `template.tokenize` takes, or the reason (text) to drop the example."""
-    record = records.normalize(raw)
-    if exclude_type and exclude_type in record.kind:
-        return f"type contains {exclude_type}"
-    if not record.messages[-1][1].strip():
+class _Reader:
+    """Raw records to examples ready to tokenize; counts what it leaves out."""
+
+    def __init__(self, template: Template, options: DataOptions):
+        self.template, self.options = template, options
+        self.columns = records.Columns.parse(options.columns)
+        self.dropped: Counter[str] = Counter()
+        self.unread: Counter[str] = Counter()
+        self.skipped: list[dict[str, str]] = []
+        self.examples_read = 0
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "examples": self.examples_read, "dropped": dict(self.dropped),
+            "unread": dict(self.unread), "skipped": self.skipped,
+        }  # fmt: skip
+
+    def examples(self, number: int, place: str, raw: Any) -> Iterator[tuple[int, Prepared]]:
+        """(sample id, text) of each example of record `number`."""
+        try:
+            found = list(self._examples(raw))
+        except ValueError as error:
+            self.examples_read += 1
+            if self.options.on_bad == "stop":
+                hint = "fix it, or leave bad records out with on_bad 'skip'"
+                raise ValueError(f"{place} {error}; {hint}") from error
+            self.dropped["malformed"] += 1
+            if len(self.skipped) < LISTED:
+                self.skipped.append({"where": place, "reason": str(error)})
+            return
+        self.examples_read += len(found)
+        for later, ready in found:
+            if isinstance(ready, str):
+                self.dropped[ready] += 1
+            else:
+                yield number | later << TURN_BIT, ready
+
+    def _examples(self, raw: Any) -> Iterator[tuple[int, Prepared | str]]:
+        """(answers after this one, text or the reason to drop it) of each example of a record."""
+        record = records.normalize(raw, self.columns)
+        exclude = self.options.exclude_type
+        unread = [*record.unread, *self._unprinted(record)]
+        unread += ["type"] if record.kind and not exclude else []
+        for name in unread:  # keys may be as many as records
+            self.unread[name if name in self.unread or len(self.unread) < LISTED else "others"] += 1
+        if exclude and exclude in record.kind:
+            yield 0, f"type contains {exclude}"
+            return
+        said = [i for i, turn in enumerate(record.messages) if turn["role"] == "assistant"]
+        for later, at in enumerate(reversed(said)):
+            if at in record.answers:
+                yield later, _unfit(record, at) or self.template.prepare(record, at)
+            elif later == 0:
+                yield 0, "weight 0"
+            if self.options.turns == "last":
+                return
+
+    def _unprinted(self, record: Record) -> list[str]:
+        """Fields of messages, and tools, that the chat template's text does not name."""
+        names = {name for turn in record.messages for name in turn} - {"role", "content"}
+        names |= {"tools"} if record.tools else set()
+        return sorted(records.shown(name) for name in names if not self.template.reads(name))
+
+
+def _unfit(record: Record, at: int) -> str | None:
+    """Why turn `at` of a record cannot be an example."""
+    asked = [turn for turn in record.messages[:at] if turn["role"] != "assistant"]
+    if not asked[-1]["content"].strip():
         return "empty prompt"
-    texts = (record.response, *(content for _, content in record.messages))
-    if sum(map(len, texts)) > MOST_CHARACTERS:
+    if sum(len(turn["content"]) for turn in record.messages[: at + 1]) > MOST_CHARACTERS:
         return f"longer than {MOST_CHARACTERS:,} characters"
-    return template.prepare(record) if record.response.strip() else "empty response"
+    answer = record.messages[at]
+    says = answer["content"].strip() or answer.keys() - {"role", "content"}
+    return None if says else "empty response"
 
 
 def _flatten(encoded: list[tuple[list, list]], sample_ids: list[int]) -> list[np.ndarray]:
@@ -225,8 +292,11 @@ def _filter(
     lengths = {"prompt": prompts, "response": responses, "both": totals[keep]}
     report = {
         "records": facts["records"],
+        "examples": facts["examples"],
+        "unit": "records" if options.turns == "last" else f"turns of {facts['records']:,} records",
         "kept": len(keep),
         "dropped": dropped,
+        "unread": facts["unread"],
         "skipped": facts["skipped"],
         "gen_length": options.gen_length,
         "longer_than_gen_length": float(np.mean(responses > options.gen_length)),

@@ -177,13 +177,16 @@ def samples(step: int, batch_size: int, num_examples: int, seed: int) -> list[tu
 
 
 def split_holdout(
-    num_examples: int, holdout: int | float, seed: int
+    record_numbers: np.ndarray, holdout: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(training indices, held-out indices), each sorted. `holdout` is a count, or a fraction if it
-    is a float. Raises ValueError if nothing would be left to train on."""
-    count = round(holdout * num_examples) if isinstance(holdout, float) else holdout
-    if not 0 <= count < num_examples or (isinstance(holdout, float) and holdout >= 1):
-        raise ValueError(f"can't hold out {holdout} of {num_examples} examples")
+    """(training indices, held-out indices) of examples [n], each sorted: `holdout` examples, and
+    more where the last record that is held out has several. All examples of a record are on one
+    side. Raises ValueError if nothing would be left to train on."""
+    numbers, owner, counts = np.unique(record_numbers, return_inverse=True, return_counts=True)
     # Position 1, so that the split is independent of the first epoch's order.
-    shuffled = order(num_examples, 0, seed, position=1)
-    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+    shuffled = order(len(numbers), 0, seed, position=1)
+    before = np.cumsum(counts[shuffled]) - counts[shuffled]
+    is_held_out = np.isin(owner, shuffled[before < holdout])
+    if holdout < 0 or is_held_out.all():
+        raise ValueError(f"can't hold out {holdout} of {len(record_numbers)} examples")
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)

@@ -87,6 +87,31 @@ def special_tokens(tokenizer: Any) -> dict[str, tuple[int, bool, bool]]:
     return {t.content: (i, t.lstrip, t.rstrip) for i, t in added if t.special}
 
 
+def with_renamed_specials(tokenizer: Any, mark: str) -> Any:
+    """The backend of a tokenizer in which special token i is called `mark`i`mark`: the names that
+    it had are text like any other. Ids stay. ValueError for a backend that cannot be rebuilt."""
+    from tokenizers import Tokenizer
+
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    names = {}
+    for token in spec["added_tokens"]:
+        if token["special"]:
+            names[token["content"]] = f"{mark}{token['id']}{mark}"
+            token["content"] = names[token["content"]]
+    vocab = spec["model"]["vocab"]
+    if isinstance(vocab, dict):
+        spec["model"]["vocab"] = {names.get(piece, piece): i for piece, i in vocab.items()}
+    else:  # Unigram: pieces with scores
+        spec["model"]["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if (unknown := spec["model"].get("unk_token")) in names:
+        spec["model"]["unk_token"] = names[unknown]
+    spec |= {"post_processor": None, "truncation": None, "padding": None}
+    backend = Tokenizer.from_str(json.dumps(spec))
+    if any(backend.token_to_id(name) != int(name.strip(mark)) for name in names.values()):
+        raise ValueError("this tokenizer's special tokens can't be told from text that spells them")
+    return backend
+
+
 def fast_tokenizer(backend: Any, **options: Any) -> Any:
     """A transformers tokenizer around one of the tokenizers package; options: special tokens and
     chat_template."""

@@ -37,6 +37,8 @@ def largest_operand(data: str | None) -> int | None:
     for anything else, which is a file or a Hub id."""
     if data is None:
         return 9
+    if not isinstance(data, str):  # records
+        return None
     name, _, largest = data.rpartition("-")
     return int(largest) if name == "wordproblems" and largest.isdecimal() else None
 

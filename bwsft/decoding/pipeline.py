@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bwsft import presets
 from bwsft.checkpoints.resolve import Trained, load_trained
-from bwsft.data.chat_template import Template
+from bwsft.data.chat_template import Prompt, Template
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig, DecodeSettings
 from bwsft.decoding.generate import decode_stream
@@ -98,8 +98,9 @@ class Decoder:
         name = options.template or training.get("dataset", {}).get("template", "metamath")
         return cls(trained, Template(trained.tokenizer, name), config, verifier, trained_in)
 
-    def encode(self, questions: list[str]) -> list[list[int]]:
-        """Token ids of the prompts; ValueError for one that the model cannot take."""
+    def encode(self, questions: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of the prompts (texts, or turns of a conversation); ValueError for one that the
+        model cannot take."""
         prompts = self.template.encode_prompts(questions)
         family = self.trained.backbone.family
         check_request(prompts, range(len(prompts)), family, self.config)

@@ -23,7 +23,7 @@ def solve(
     Block size, canvas and template come from `config`; the context mode is the model's own unless
     given. `name` stands at the progress bar.
     """
-    template = Template(trained.tokenizer, config.dataset.template)
+    template = Template(trained.tokenizer, config.dataset.template, config.dataset.template_args)
     prompts = template.encode_prompts([p["query"] for p in problems])
     context = context or (trained.state["config"]["context"] if trained.state else "exact")
     decode = DecodeConfig(config.gen_length, config.block_size, context=context, batch_size=50)

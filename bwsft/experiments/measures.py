@@ -16,12 +16,12 @@ from pathlib import Path
 from bwsft import config as c
 from bwsft.checkpoints.resolve import Trained, load_trained
 from bwsft.data import word_problems
-from bwsft.data.dataset import DataOptions, load_set
+from bwsft.data.dataset import load_set
 from bwsft.data.packing import pack
 from bwsft.evaluation.exact_match import TEST_SEED, solve
 from bwsft.objectives.nelbo import HeldOut
 from bwsft.training.context_modes import make_mode
-from bwsft.training.run_data import layout_of
+from bwsft.training.run_data import data_options, layout_of
 
 TEST_MASKS = 4242  # seed of the held-out masks, which no run uses
 
@@ -76,10 +76,8 @@ def held_out_nelbo(
 
     family = trained.backbone.family
     records = tests.nelbo_data or test_problems(tests.problems, config.data, pilot)
-    options = DataOptions(
-        template=config.dataset.template, max_length=config.max_length,
-        gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
-    )  # fmt: skip
+    # The columns and turns of the training data are not those of the problems.
+    options = dataclasses.replace(data_options(config, family), columns=None, turns="last")
     examples = load_set(records, trained.tokenizer, options)
     # A decoder's canvas, whatever the training's was.
     layout = dataclasses.replace(layout_of(config, family), canvas="fixed", fill=False)

@@ -88,17 +88,22 @@ def held_out(config: c.Config, family: Family) -> HeldOut:
     return HeldOut(spec=spec, count=config.eval.draws)
 
 
-def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
-    """Tokenize, report what was dropped, check lengths against the model, hold some out."""
-    options = DataOptions(
-        template=config.dataset.template, on_bad=config.dataset.on_bad,
+def data_options(config: c.Config, family: Family) -> DataOptions:
+    """How the records of a run become examples for a model of this family."""
+    return DataOptions(
+        template=config.dataset.template, template_args=config.dataset.template_args,
+        columns=config.dataset.columns, turns=config.dataset.turns, on_bad=config.dataset.on_bad,
         exclude_type=config.dataset.exclude_type, max_length=config.max_length,
         gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
     )  # fmt: skip
+
+
+def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
+    """Tokenize, report what was dropped, check lengths against the model, hold some out."""
     source, largest = config.data, wordproblems.largest_operand(config.data)
     if largest is not None:
         source = wordproblems.generate(GENERATED, FIXED_SEED, largest=largest)
-    examples = load_set(source, tokenizer, options, config.dataset.cache_dir)
+    examples = load_set(source, tokenizer, data_options(config, family), config.dataset.cache_dir)
     print(examples.summary())
     if config.dataset.limit is not None:
         examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
@@ -114,7 +119,7 @@ def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
             f"--dataset.holdout {config.dataset.holdout} leaves nothing of {len(examples)} "
             "examples to train on"
         )
-    split = split_holdout(len(examples), config.dataset.holdout, FIXED_SEED)
+    split = split_holdout(examples.record_numbers, config.dataset.holdout, FIXED_SEED)
     each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
     return TrainingData(examples, *split, layout, each)
 

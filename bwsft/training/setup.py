@@ -110,7 +110,7 @@ def setup(
     """Check everything and build it; only then write config.json, and print what will run."""
     world = world or World()
     tokenizer = load_tokenizer(plan_tokenizer(config))
-    template = Template(tokenizer, config.dataset.template)
+    template = Template(tokenizer, config.dataset.template, config.dataset.template_args)
     plan = plan_model(config, tokenizer, folder)
     end_ids = merged_end_ids(template.end_ids, plan.family.end_ids)
     family = dataclasses.replace(plan.family, end_ids=end_ids)

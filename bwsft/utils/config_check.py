@@ -99,3 +99,12 @@ def _short(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return repr(value[:40] if isinstance(value, str) else value)
+
+
+def assignments(text: str | None, where: str) -> list[tuple[str, str]]:
+    """(name, value) pairs of "a=1,b=x y"; ValueError, naming `where`, for anything else."""
+    pairs = [part.partition("=") for part in (text or "").split(",") if part.strip()]
+    found = [(name.strip(), value.strip()) for name, _, value in pairs]
+    if odd := [name for name, value in found if not name or not value]:
+        raise ValueError(f"{where} takes name=value pairs with commas between, not {odd[0]!r}")
+    return found

@@ -1,5 +1,6 @@
 """Templates: what the prompt is, where it ends, and that user text stays text."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -32,8 +33,14 @@ def llada():
     return byte_tokenizer(LLADA_LIKE)
 
 
-def encode(template, *messages, response="r"):
-    record = Record(tuple(messages), response)
+def conversation(*turns, **last):
+    turns = [{"role": role, "content": content} for role, content in turns]
+    turns[-1] |= last
+    return Record(tuple(turns), (len(turns) - 1,))
+
+
+def encode(template, *messages, response="r", **last):
+    record = conversation(*messages, ("assistant", response), **last)
     return template.tokenize([template.prepare(record)])[0]
 
 
@@ -113,7 +120,7 @@ def test_generation_prompt_and_blank_before_the_end():
     template = Template(tokenizer, "chat")
     prompt, response = encode(template, ("user", " a "), response=" b ")
     assert tokenizer.decode(prompt) == "user:  a  <|eot|>\nassistant: "
-    assert tokenizer.decode(response) == " b <|eot|>"
+    assert tokenizer.decode(response) == " b  <|eot|>"
 
 
 def test_a_template_without_end_of_turn_ends_with_eos():
@@ -139,24 +146,174 @@ def test_special_tokens_that_swallow_blanks():
     assert len(expected) == 3
 
 
-@pytest.mark.parametrize(("chat_template", "turns", "complaint"), [
-    ("{{ raise_exception('roles must alternate') }}", [], "refuses .*roles must alternate"),
-    ("no messages here", [], "every message once and in order"),
+@pytest.mark.parametrize(("chat_template", "text", "complaint"), [
+    ("{{ raise_exception('roles must alternate') }}", "a", "refuses .*roles must alternate"),
+    ("no messages here", "a", "doesn't print every message"),
+    ("{{ strftime_now(bos_token) }}", "a", "the date by a format that it makes up"),
     (
-        "{% for m in messages %}{{ m['content'] | replace(' ', '') }}{% endfor %}",
-        [],
-        "changes the blanks",
+        "{% for m in messages %}{{ m['content'] | reverse }}{% endfor %}", "a",
+        "doesn't print every message",
     ),
     (
-        "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}{% endfor %}",
-        [("user", "a"), ("assistant", "hm</think>b"), ("user", "c")],
-        "rewrites the text",
+        "{% for m in messages %}{{ m['content'].split('<|eoh|>')[-1] }}{% endfor %}",
+        "hm<|eoh|>b", "acts on special tokens in the text",
+    ),
+    (
+        "{% for m in messages %}{{ m['content'] | replace('ab', '') }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>{% endif %}", "b", "rewrites the text of the answer",
     ),
 ])
-def test_templates_that_cannot_be_taken_apart(chat_template, turns, complaint):
+def test_templates_that_cannot_be_followed(chat_template, text, complaint):
     tokenizer = byte_tokenizer(chat_template)
     with pytest.raises(ValueError, match=complaint):
-        encode(Template(tokenizer, "chat"), *turns)
+        encode(Template(tokenizer, "chat"), ("user", text), response="ab")
+
+
+PLAIN = (
+    "{% for m in messages %}{{ '<|head|>' + m['role'] + '<|eoh|>' + m['content'] + '<|eot|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|eoh|>' }}{% endif %}"
+)
+MADE_UP = "('[think][/think]' if loop.last and m['role'] == 'assistant' else '') + m['content'] +"
+MISSING = MADE_UP.replace("if loop", "if not '[think]' in m['content'] and loop")
+
+
+@pytest.mark.parametrize(("change", "response", "prompt_end", "expected"), [
+    # A blank that the template prints before an answer is part of it: the row is then the
+    # template's own rendering, and no decoder is sent half a word.
+    (("m['content'] +", "' ' + m['content'] +"), "4", "assistant<|eoh|>", " 4<|eot|>"),
+    # An empty block of reasoning that it makes up is not: the decoder does not send it, and an
+    # answer without reasoning would be trained on one. enable_thinking=false puts it in the prompt.
+    (("m['content'] +", MADE_UP), "4", "assistant<|eoh|>", "4<|eot|>"),
+    (
+        ("m['content'] +", MISSING), "[think][/think]4", "assistant<|eoh|>",
+        "[think][/think]4<|eot|>",
+    ),
+    # A generation prompt that opens the reasoning is not opened twice, whatever the answer does.
+    (
+        ("assistant<|eoh|>'", "assistant<|eoh|>[think]'"), "[think]a[/think]4", "<|eoh|>[think]",
+        "a[/think]4<|eot|>",
+    ),
+    (("assistant<|eoh|>'", "assistant<|eoh|>[think]'"), "4", "<|eoh|>[think]", "4<|eot|>"),
+])
+def test_what_stands_between_header_and_answer(change, response, prompt_end, expected):
+    tokenizer = byte_tokenizer(PLAIN.replace(*change))
+    prompt, answer = encode(Template(tokenizer, "chat"), ("user", "2 + 2?"), response=response)
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    assert prompt == tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.decode(prompt).endswith(prompt_end)
+    assert tokenizer.decode(answer) == expected
+
+
+def test_reasoning_in_a_field_of_its_own():
+    tokenizer = byte_tokenizer(PLAIN.replace(
+        "m['content'] +", "('[think]' + (m['reasoning_content'] or '') + '[/think]' if loop.last "
+        "and m['role'] == 'assistant' else '') + m['content'] +",
+    ))
+    template = Template(tokenizer, "chat")
+    _, answer = encode(template, ("user", "a"), response="4", reasoning_content="two and two")
+    assert tokenizer.decode(answer) == "[think]two and two[/think]4<|eot|>"
+    assert tokenizer.decode(encode(template, ("user", "a"), response="4")[1]) == "4<|eot|>"
+    assert template.reads("reasoning_content") and not template.reads("tools")
+
+
+def test_history_is_rewritten_as_the_template_does():
+    tokenizer = byte_tokenizer(PLAIN.replace(
+        "m['content'] +", "(m['content'] if loop.last else m['content'].split('[/think]')[-1]) +"
+    ))
+    template = Template(tokenizer, "chat")
+    turns = (("user", "a"), ("assistant", "[think]x[/think]b"), ("user", "c<|eot|>"))
+    prompt, answer = encode(template, *turns, response="[think]y[/think]d")
+    head, eoh, eot = (f"<|{name}|>" for name in ("head", "eoh", "eot"))
+    assert tokenizer.decode(prompt) == (
+        f"{head}user{eoh}a{eot}{head}assistant{eoh}b{eot}{head}user{eoh}c{eot}{eot}"
+        f"{head}assistant{eoh}"
+    )
+    assert prompt.count(260) == 3
+    assert tokenizer.decode(answer) == "[think]y[/think]d<|eot|>"
+    first = template.prepare(conversation(*turns, ("assistant", "d")), answer=1)
+    assert tokenizer.decode(template.tokenize([first])[0][1]) == "[think]x[/think]b<|eot|>"
+
+
+def test_arguments_and_the_date():
+    tokenizer = byte_tokenizer(
+        "{{ strftime_now('%d %b %Y') + (style or 'plain') }}{{ 1 if deep else 0 }}" + PLAIN
+    )
+    plain, styled = Template(tokenizer, "chat"), Template(tokenizer, "chat", "style=a b,deep=true")
+    ids = [template.encode_prompts(["q"])[0] for template in (plain, styled)]
+    texts = [tokenizer.decode(prompt).partition("<|head|>")[0] for prompt in ids]
+    assert texts == ["26 Jul 2024plain0", "26 Jul 2024a b1"]
+    with pytest.raises(ValueError, match="takes name=value pairs .*not 'style'"):
+        Template(tokenizer, "chat", "style")
+
+
+def test_tools_reach_the_template():
+    tokenizer = byte_tokenizer("{{ (tools or []) | tojson }}" + PLAIN)
+    tools = ({"type": "function", "function": {"name": "add<|eot|>"}},)
+    turns = conversation(("user", "a"), ("assistant", "b")).messages
+    template = Template(tokenizer, "chat")
+    prompt, _ = template.tokenize([template.prepare(Record(turns, (1,), tools))])[0]
+    assert tokenizer.decode(prompt).startswith('[{"type": "function", "function": {"name": "add<|')
+    assert prompt.count(260) == 1  # the user's turn ends
+
+
+def piece_tokenizer(scheme, prefix=False):
+    """A tokenizer that marks the beginning of a text, as Llama 2's do, and may put BOS there."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:<>|/+?0123456789\n"]
+    merges = [("▁", letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
+    vocab = {piece: i for i, piece in enumerate([*pieces, *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if prefix:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m['role'] + '\n' + m['content'] + eos_token }}"
+        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_tokenizers_that_mark_the_beginning_of_a_text(scheme):
+    tokenizer = piece_tokenizer(scheme)
+    turns = [("user", "how many"), ("assistant", "two"), ("user", "and then")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    template = Template(tokenizer, "chat")
+    prompt, answer = encode(template, *turns, response="ten more")
+    assert prompt == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    whole = [*messages, {"role": "assistant", "content": "ten more"}]
+    assert [*prompt, *answer] == tokenizer.apply_chat_template(whole, return_dict=False)[
+        : len(prompt) + len(answer)
+    ]
+    # The same text, tokenized with the special tokens by other names.
+    shielded = template.prepare(conversation(("user", "</s> a"), ("assistant", "b")))
+    assert shielded.marked
+    renamed = dataclasses.replace(shielded, prompt=shielded.prompt.replace("</s> a", "a b"))
+    plain = template.prepare(conversation(("user", "a b"), ("assistant", "b")))
+    assert template.tokenize([renamed]) == template.tokenize([plain])
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_what_a_tokenizer_sets_before_every_text(prefix):
+    tokenizer = piece_tokenizer("never", prefix)
+    template = Template(tokenizer, "none")
+    (prompt,) = template.encode_prompts(["hi"])
+    assert prompt == tokenizer("hi")["input_ids"]
+    assert prompt.count(1) == prefix
+    assert encode(template, ("user", "hi"), response="you")[0] == prompt
+    # A chat template prints what it needs itself.
+    (chat,) = Template(tokenizer, "chat").encode_prompts(["hi"])
+    assert chat.count(1) == 0
 
 
 def test_unfit_records_and_names(llada):

@@ -1,6 +1,7 @@
 """Tokenized sets: what is kept, dropped and refused, and the cache on disk."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -42,8 +43,11 @@ def test_kept_dropped_and_reported(tokenizer):
     assert kept.prompt(0).dtype == kept.response(0).dtype == np.int32
     assert kept.report == {
         "records": 7,
+        "examples": 7,
+        "unit": "records",
         "kept": 3,
         "dropped": {"empty prompt": 1, "empty response": 1, "longer than max_length 20": 2},
+        "unread": {},
         "skipped": [],
         "gen_length": 8,
         "longer_than_gen_length": 2 / 3,
@@ -58,6 +62,65 @@ def test_kept_dropped_and_reported(tokenizer):
     assert lines[0] == "kept 3 of 7 records (42.86%)"
     assert "  dropped 2: longer than max_length 20" in lines
     assert lines[-1] == "  66.7% of responses exceed gen_length 8"
+
+
+def turns(*texts, **last):
+    said = [{"role": "user assistant".split()[i % 2], "content": t} for i, t in enumerate(texts)]
+    said[-1] |= last
+    return {"messages": said}
+
+
+def test_every_column_is_read_or_named(tokenizer):
+    rows = [
+        {"query": "a", "response": "b", "context": "c", "id": i, "url": None, "type": "x"}
+        for i in range(1, 4)
+    ]
+    kept = load_set(rows, tokenizer, PLAIN)
+    assert kept.report["unread"] == {"context": 3, "id": 3, "type": 3}  # in this order
+    (line,) = (line for line in kept.summary().splitlines() if "not read" in line)
+    assert line.startswith("  not read: context (3), id (3), type (3); --dataset.columns input=")
+    options = dataclasses.replace(PLAIN, columns="ignore=id,input=context", exclude_type="y")
+    kept = load_set(rows, tokenizer, options)
+    assert kept.report["unread"] == {}
+    assert "not read" not in kept.summary()
+    assert tokenizer.decode(kept.prompt(0)) == "a\n\nc"
+    rows = [{"query": "a", "response": "b", f"k{i}": 1} for i in range(30)]
+    many = load_set(rows, tokenizer, PLAIN)
+    assert many.report["unread"]["others"] == 10
+
+
+def test_weight_zero_is_left_out_and_counted(tokenizer):
+    rows = records(("a", "b"), ("a", "c"))
+    rows[1] |= {"weight": 0}
+    rows.append(turns("a", "d", train=0))
+    kept = load_set(rows, tokenizer, PLAIN)
+    assert [tokenizer.decode(kept.response(i)) for i in range(2)] == ["b<|eos|>", "d<|eos|>"]
+    assert kept.report["dropped"] == {"weight 0": 1}
+    assert kept.report["unread"] == {"train": 1}  # no template prints it
+
+
+def test_all_turns_of_a_conversation(tokenizer):
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = (
+        "{% for m in messages %}{{ m['content'] + ('<|eos|>' if loop.index0 % 2 else '=') }}"
+        "{% endfor %}"
+    )
+    rows = [turns(*"abcdef"), turns("g", "h"), turns("i", "", "k", "l", weight=0)]
+    options = DataOptions(template="chat", max_length=20, turns="all")
+    kept = load_set(rows, chatty, options)
+    texts = [(chatty.decode(kept.prompt(i)), chatty.decode(kept.response(i))) for i in range(4)]
+    last = ("a=b<|eos|>c=d<|eos|>e=", "f<|eos|>")
+    assert texts == [
+        last, ("a=b<|eos|>c=", "d<|eos|>"), ("a=", "b<|eos|>"), ("g=", "h<|eos|>"),
+    ]
+    assert kept.record_numbers.tolist() == [0, 0, 0, 1]
+    assert len(set(kept.sample_ids.tolist())) == 4
+    assert kept.report["dropped"] == {"weight 0": 1, "empty response": 1}
+    assert kept.summary().startswith("kept 4 of 6 turns of 3 records (66.67%)")
+    # The last turn keeps its number, so its masks do not depend on the option.
+    alone = load_set(rows, chatty, dataclasses.replace(options, turns="last"))
+    assert alone.sample_ids.tolist() == [kept.sample_ids[0], kept.sample_ids[3]] == [0, 1]
+    assert (chatty.decode(alone.prompt(0)), chatty.decode(alone.response(0))) == last
 
 
 def test_nothing_left(tokenizer):

@@ -18,7 +18,7 @@ def test_every_equation_is_right_and_the_last_is_the_answer():
             assert operations[sign](int(left), int(right)) == int(result)
         assert equations[0][3] == equations[1][0]
         assert equations[1][3] == answer
-        assert normalize(record).messages[0][1].endswith("?")
+        assert normalize(record).messages[0]["content"].endswith("?")
         numbers = re.findall(r"\d+", record["query"])
         assert numbers == [equations[0][0], equations[0][2], equations[1][2]]
 

@@ -63,7 +63,7 @@ def decoded(
 ) -> tuple[list[dict], list[str]]:
     """decode_samples, for a run that has held-out examples."""
     tokenizer = load_tokenizer(plan_tokenizer(config))
-    template = Template(tokenizer, config.dataset.template)
+    template = Template(tokenizer, config.dataset.template, config.dataset.template_args)
     plan = plan_model(config, tokenizer, run)
     data = plan_data(config, tokenizer, plan.family)
     chosen = [int(i) for i in data.holdout_index[: options.samples]]
