@@ -12,7 +12,8 @@ import numpy as np
 from bwsft import config as c
 from bwsft.data import packing
 from bwsft.data import word_problems as wordproblems
-from bwsft.data.dataset import DataOptions, TokenizedSet, load_set
+from bwsft.data.dataset import TokenizedSet, load_set
+from bwsft.data.examples import DataOptions
 from bwsft.data.packing import Batch, CanvasLayout, pack, split_holdout
 from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise

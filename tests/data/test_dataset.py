@@ -12,7 +12,8 @@ from tiny_tokenizer import byte_tokenizer
 
 from bwsft.data import dataset as data
 from bwsft.data import token_cache
-from bwsft.data.dataset import DataOptions, load_set
+from bwsft.data.dataset import load_set
+from bwsft.data.examples import DataOptions
 from bwsft.data.packing import CanvasLayout, pack
 
 EOS = 256

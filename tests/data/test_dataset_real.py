@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bwsft.data.dataset import DataOptions, load_set
+from bwsft.data.dataset import load_set
+from bwsft.data.examples import DataOptions
 from bwsft.data.packing import CanvasLayout, order, pack, samples
 from bwsft.data.tokenizer import load_tokenizer
 

@@ -30,8 +30,8 @@ def test_problems_are_solved_in_the_trained_mode(monkeypatch, state, context):
             yield index, Generation([7] if index == 1 else [], True, 1)
 
     class Template:
-        def __init__(self, tokenizer, name):
-            assert name == debug().dataset.template
+        def __init__(self, tokenizer, name, args):
+            assert (name, args) == (debug().dataset.template, None)
 
         def encode_prompts(self, questions):
             assert questions == [p["query"] for p in problems]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save, save_file
 from bwsft import config as c
 from bwsft.cli import main
 from bwsft.data.chat_template import Template
-from bwsft.data.records import Record
+from bwsft.data.records import normalize
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
@@ -78,7 +78,7 @@ def use_tokenizer(folder):
     words = load_tokenizer(folder)
     for name in ("chat", "none"):
         template = Template(words, name)
-        template.tokenize([template.prepare(Record((("user", "1+1"),), "2"))])
+        template.tokenize([template.prepare(normalize({"query": "1+1", "response": "2"}))])
 
 
 LOAD = {

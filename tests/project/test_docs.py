@@ -156,7 +156,7 @@ def test_json_examples_are_records(path):
     from bwsft.data.records import normalize
 
     for line in "".join(blocks(path, "json")).splitlines():
-        assert normalize(line.encode()).response
+        assert normalize(line.encode()).answers
 
 
 def test_the_paper_is_cited_and_the_license_is_whole():
