@@ -7,10 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from bwsft.data.file_formats import FORMATS, format_of
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
 from bwsft.evaluation.answer_files import QUESTION_FIELDS, needed, read_records, read_text
-
-RECORDS = (".jsonl", ".ndjson", ".json")
+from bwsft.utils import lines
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,12 @@ class GenerateOptions(DecoderOptions):
     prompt: str | None = None
     """One prompt; its answer is printed."""
     prompts: Path | None = None
-    """JSONL or JSON file of records with a question, query, problem or prompt; any other file is
-    read as text with one prompt per line."""
+    """Records with a question, query, problem or prompt: a JSONL, JSON, CSV, TSV or Parquet file, a
+    folder, glob or Hub id; any other file is read as text with one prompt per line."""
+    subset: str | None = None
+    """Configuration of a Hub data set in --prompts."""
+    split: str | None = None
+    """Split of --prompts where it is a Hub data set or a folder; default test."""
     out: Path | None = None
     """JSONL of answers, one line per prompt in the order of the prompts, written as they come."""
     resume: bool = False
@@ -75,7 +79,7 @@ def read_questions(options: GenerateOptions) -> list[str]:
     elif options.out is None:
         raise ValueError("--prompts needs --out FILE for the answers")
     else:
-        questions = _read_file(options.prompts)
+        questions = _read_file(options)
     for number, question in enumerate(questions, 1):
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"{options.prompts or '--prompt'}: prompt {number} has no text")
@@ -84,16 +88,20 @@ def read_questions(options: GenerateOptions) -> list[str]:
     return questions
 
 
-def _read_file(path: Path) -> list:
-    if path.suffix.lower() in RECORDS:
-        return [
-            needed(record, "prompt", QUESTION_FIELDS, f"{path}: record {number}")[0]
-            for number, record in enumerate(read_records(path)[0], 1)
-        ]
-    lines = [line for line in read_text(path).splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"{path}: holds no prompts")
-    return lines
+def _read_file(options: GenerateOptions) -> list:
+    path = options.prompts
+    form = format_of(path)[0]
+    if form not in FORMATS and (form == ".txt" or path.is_file()):
+        if options.subset or options.split:
+            raise ValueError(f"{path} is a text: --subset and --split are for records")
+        prompts = [line for line in lines.split(read_text(path)) if line.strip()]
+        if not prompts:
+            raise ValueError(f"{path}: holds no prompts")
+        return prompts
+    return [
+        needed(record, "prompt", QUESTION_FIELDS, f"{path}: record {number}")[0]
+        for number, record in enumerate(read_records(path, options.subset, options.split)[0], 1)
+    ]
 
 
 def refuse_existing(path: Path, resume: bool) -> None:
@@ -116,9 +124,7 @@ class ResultFile:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is not a file: name another one")
         content = path.read_bytes() if path.exists() else b""
-        self.lines = content.splitlines(keepends=True)
-        if self.lines and not self.lines[-1].endswith(b"\n"):
-            self.lines.pop()
+        self.lines = lines.finished(content)
         for number, line in enumerate(self.lines):
             if number >= len(questions) or not self._fits(line, questions[number]):
                 raise ValueError(

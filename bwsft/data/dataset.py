@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bwsft.data import chat_template, records, token_cache
+from bwsft.data import chat_template, file_formats, records, sources, token_cache
 from bwsft.data import tokenizer as tokenizer_module
 from bwsft.data.chat_template import Template
 from bwsft.data.packing import CanvasLayout, Example
-from bwsft.utils import strict_json
+from bwsft.utils import lines, strict_json
 
 LISTED = 20  # malformed records that a report names; the rest are only counted
 CHUNK = 1024  # records per call of the tokenizer
@@ -39,8 +39,8 @@ class DataOptions:
 
     `max_length` bounds prompt + response with its end token; longer examples are dropped.
     `gen_length` only serves the report. `on_bad` is "stop" or "skip". Records whose `type`
-    contains `exclude_type` are dropped. With `mask_id` or `vocab_size` given, every id is checked
-    against them.
+    contains `exclude_type` are dropped. `subset` and `split` choose a part of the source. With
+    `mask_id` or `vocab_size` given, every id is checked against them.
     """
 
     template: str = "metamath"
@@ -48,6 +48,8 @@ class DataOptions:
     gen_length: int = 128
     on_bad: str = "stop"
     exclude_type: str | None = None
+    subset: str | None = None
+    split: str | None = None
     mask_id: int | None = None
     vocab_size: int | None = None
 
@@ -114,17 +116,17 @@ class TokenizedSet:
 
 
 def load_set(
-    source: str | Path | list[dict], tokenizer: Any, options: DataOptions | None = None,
+    source: Any, tokenizer: Any, options: DataOptions | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedSet:  # fmt: skip
-    """Reads, tokenizes and filters a data set (`records.open_source` says what it can be).
+    """Reads, tokenizes and filters a data set (`sources.open_source` says what it can be).
 
     Raises ValueError for an unreadable source, a malformed record (place and reason; not with
     on_bad "skip"), a forbidden token id, or if nothing is left. The cache folder is `cache_dir`,
     else $BWSFT_CACHE, else ~/.cache/bwsft; records given as a list aren't cached.
     """
     options = options or DataOptions()
-    opened = records.open_source(source)
+    opened = sources.open_source(source, options.subset, options.split)
     template = Template(tokenizer, options.template)
     path = None
     if opened.digest is not None:
@@ -143,7 +145,7 @@ def load_set(
 
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
-    modules = (records, strict_json, chat_template, tokenizer_module)
+    modules = (file_formats, lines, records, strict_json, chat_template, tokenizer_module)
     code = [Path(file).read_bytes() for file in (*(m.__file__ for m in modules), __file__)]
     parts = [source, tokenizer, options.template, options.on_bad, options.exclude_type]
     parts += [hashlib.sha256(text).hexdigest() for text in code]
@@ -151,7 +153,7 @@ def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
 
 
 def _tokenize(
-    source: records.Source, template: Template, options: DataOptions
+    source: sources.Source, template: Template, options: DataOptions
 ) -> tuple[dict, dict]:
     """(arrays of all well-formed records, what became of the others)."""
     dropped: Counter[str] = Counter()

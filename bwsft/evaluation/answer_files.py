@@ -1,27 +1,35 @@
 """The files that an evaluation reads, brought into one shape: references and outputs.
 
-JSONL, a JSON list, or an object with a list under "generations" (the d1 repository's format).
+JSONL, a JSON list, an object with a list under "generations" (the d1 repository's format), or any
+other source of records that training reads.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+from bwsft.data.file_formats import FORMATS, format_of
+from bwsft.data.file_formats import read_text as read_file
+from bwsft.data.sources import open_source
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.math_equality import same_spelling
-from bwsft.utils import strict_json
+from bwsft.utils import lines, strict_json
 
 QUESTION_FIELDS = ("question", "query", "problem", "prompt")
 OUTPUT_FIELDS = ("output", "outputs", "generation", "generations", "completion", "response")
+USUAL_SPLIT = "test"  # of a data set whose questions are answered
 TRUTH_FIELDS = ("ground_truth", "reference", "answer", "target")
 ANSWER_FIELDS = ("answer", "response", "ground_truth", "reference", "solution")
+JSON = (".jsonl", ".ndjson", ".json")
 _NOTES = ("truncated", "tokens", "sample")
 _QUOTES = str.maketrans("‘’‛′“”„", "''''\"\"\"")
 
@@ -50,7 +58,7 @@ def _number_text(token: str) -> str:
     return scoring.format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
 
 
-def _document(text: str, path: Path, line: int = 1) -> object:
+def _document(text: str | bytes, path: Path | str, line: int = 1) -> object:
     def refuse(name: str):
         raise ValueError(f"{name} is no JSON value")
 
@@ -65,22 +73,25 @@ def _document(text: str, path: Path, line: int = 1) -> object:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. FileNotFoundError, or ValueError for what is not UTF-8."""
+    """The text of a file, inflated. FileNotFoundError, or ValueError for what is not UTF-8."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    return read_file(path, str(path))
 
 
-def read_records(path: Path | str) -> tuple[list[dict], dict]:
-    """The records of a file, and the scalars beside a "generations" list (settings of that run).
+def read_records(
+    path: Path | str, subset: str | None = None, split: str | None = None
+) -> tuple[list[dict], dict]:
+    """The records of a source, and the scalars beside a "generations" list (settings of that run).
 
-    JSON floats arrive as exact text. FileNotFoundError, or ValueError with the place.
+    Floats arrive as exact text. FileNotFoundError, or ValueError with the place.
     """
     path = Path(path)
-    found, header = _records_of(read_text(path), path)
+    if _is_document(path) and not (subset or split):
+        found, header = _records_of(read_text(path), path)
+    else:
+        source = open_source(path, subset, split, USUAL_SPLIT)
+        found, header = [_exact(raw, place) for place, raw in source.rows()], {}
     for number, record in enumerate(found, 1):
         if not isinstance(record, dict):
             raise ValueError(f"{path}: record {number} is a {type(record).__name__}, not an object")
@@ -89,11 +100,32 @@ def read_records(path: Path | str) -> tuple[list[dict], dict]:
     return found, header
 
 
+def _is_document(path: Path) -> bool:
+    """Whether a path is a file of JSON, which one of an unknown suffix is taken for."""
+    form = format_of(path)[0]
+    if path.is_file():
+        return form in JSON or form not in FORMATS
+    return form in JSON and not path.is_dir() and not glob.has_magic(str(path))
+
+
+def _exact(raw: bytes | dict, place: str) -> object:
+    """A raw record with its floats as `_document` reads them."""
+    if isinstance(raw, bytes):
+        return _document(raw, place)
+    if not isinstance(raw, dict):
+        return raw
+    kinds = float | Decimal
+    try:
+        return {k: _number_text(str(v)) if isinstance(v, kinds) else v for k, v in raw.items()}
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
 def _records_of(text: str, path: Path) -> tuple[list, dict]:
     # Lines that each start an object are JSONL; an object printed over several lines is not.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if path.suffix == ".jsonl" or (len(lines) > 1 and all(s.startswith("{") for _, s in lines)):
-        return [_document(line, path, number) for number, line in lines], {}
+    full = [(number, line) for number, line in enumerate(lines.split(text), 1) if line.strip()]
+    if format_of(path)[0] in JSON[:2] or (len(full) > 1 and all(s[0] == "{" for _, s in full)):
+        return [_document(line, path, number) for number, line in full], {}
     document = _document(text, path)
     if isinstance(document, list):
         return document, {}
@@ -143,10 +175,12 @@ def _typed(record: dict, field: str, kind: type):
     return record.get(field) if type(record.get(field)) is kind else None
 
 
-def read_references(path: Path | str, task: str) -> dict[str, tuple[str, str]]:
-    """question_key -> (question, reference answer) of a GSM8K-, MetaMath- or MATH-shaped file."""
+def read_references(
+    path: Path | str, task: str, subset: str | None = None, split: str | None = None
+) -> dict[str, tuple[str, str]]:
+    """question_key -> (question, reference answer) of a GSM8K-, MetaMath- or MATH-shaped source."""
     references: dict[str, tuple[str, str]] = {}
-    for number, record in enumerate(read_records(path)[0], 1):
+    for number, record in enumerate(read_records(path, subset, split)[0], 1):
         place = f"{path}: record {number}"
         question, _ = _question(record, place)
         answer, _ = needed(record, "answer", ANSWER_FIELDS, place)

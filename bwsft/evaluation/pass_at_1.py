@@ -35,7 +35,12 @@ class EvaluateOptions:
     model: Path | None = None
     """Model folder that answers the questions of --data before they are scored."""
     data: Path | None = None
-    """Questions with references, joined by question; by default the truths in --outputs."""
+    """Questions with references (a file, folder, glob or Hub id), joined by question; by default
+    the truths in --outputs."""
+    subset: str | None = None
+    """Configuration of a Hub data set in --data, such as openai/gsm8k's main."""
+    split: str | None = None
+    """Split of --data where it is a Hub data set or a folder; default test."""
     json: Path | None = None
     """Where the result is written as one JSON object."""
     save: Path | None = None
@@ -61,7 +66,10 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
     for path in filter(None, (options.json, save)):
         files.refuse_foreign(path, run)
 
-    references = files.read_references(options.data, options.task) if options.data else None
+    references = None
+    if options.data:
+        asked = (options.data, options.task, options.subset, options.split)
+        references = files.read_references(*asked)
     header, unused = {}, []
     with MathVerifier() if options.task == "math" else nullcontext() as verifier:
         if options.outputs:
@@ -94,6 +102,8 @@ def _check(options: EvaluateOptions, decode: Decode | None) -> None:
         raise ValueError("give either --outputs FILE (score a file) or --model DIR (decode first)")
     if options.model is not None and options.data is None:
         raise ValueError("--model needs --data FILE, the questions to answer")
+    if options.data is None and (options.subset or options.split):
+        raise ValueError("--subset and --split choose a part of --data: name it")
     if options.model is not None and decode is None:
         raise ValueError("evaluate(options, decode=...) needs a decoder for --model")
     if options.limit is not None and options.limit < 1:

@@ -92,7 +92,8 @@ def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
     """Tokenize, report what was dropped, check lengths against the model, hold some out."""
     options = DataOptions(
         template=config.dataset.template, on_bad=config.dataset.on_bad,
-        exclude_type=config.dataset.exclude_type, max_length=config.max_length,
+        exclude_type=config.dataset.exclude_type, subset=config.dataset.subset,
+        split=config.dataset.split, max_length=config.max_length,
         gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
     )  # fmt: skip
     source, largest = config.data, wordproblems.largest_operand(config.data)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from bwsft.data.records import Record, normalize, open_source
+from bwsft.data.records import Record, normalize
+from bwsft.data.sources import open_source
 
 PAIR = {"query": "1+1?", "response": "2"}
 
