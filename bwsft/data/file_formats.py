@@ -71,20 +71,16 @@ def read_text(path: Path, name: str) -> str:
             raise ValueError(f"{name}: not UTF-8 text (byte {error.start})") from error
 
 
-def digest(path: Path) -> tuple[str, int | None]:
-    """SHA-256 of the file's bytes and format, and its records if they can be counted quickly: the
-    line ends of JSONL."""
-    (form, archive), found, count = format_of(path), hashlib.sha256(), 0
-    found.update(f"{form}{archive}:".encode())
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                found.update(chunk)
-                count += chunk.count(b"\n")
-    except OSError as error:
-        raise ValueError(f"can't read {path}: {error.strerror}") from error
-    countable = FORMATS[form] is _json_lines and not archive
-    return found.hexdigest(), count if countable else None
+def digest(path: Path, name: str) -> tuple[str, int | None]:
+    """SHA-256 of the file's format and content, and the records of a JSONL, as its line ends. What
+    is wrong with an archive is found here: a damaged one may inflate to other text for a while."""
+    form, found, count = format_of(path)[0], hashlib.sha256(), 0
+    found.update(f"{form}:".encode())
+    with open_bytes(path, name) as file:
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
+            count += chunk.count(b"\n")
+    return found.hexdigest(), count if FORMATS[form] is _json_lines else None
 
 
 def rows(path: Path, name: str) -> Iterator[Row]:

@@ -75,7 +75,7 @@ def _refuse(name: str, what: str, subset: str | None, split: str | None) -> None
 
 
 def _open_files(paths: list[Path], name: str) -> Source:
-    """Files of one format, one after the other; the rows of one alone are named as the source."""
+    """Files of one format, one after the other."""
     for path in paths:
         if not path.is_file():  # a pipe would wait for a writer, and can't be read twice
             raise ValueError(f"{path} is not a regular file; write the records to one first")
@@ -92,13 +92,15 @@ def _open_files(paths: list[Path], name: str) -> Source:
         )
     if not any(path.stat().st_size for path in paths):
         raise ValueError(f"data file {name} is empty")
-    found = [file_formats.digest(path) for path in paths]
+    asked = Path(name).expanduser()
+    named = {path: name if path == asked else str(path) for path in paths}
+    found = [file_formats.digest(path, label) for path, label in named.items()]
     digest = hashlib.sha256(" ".join(text for text, _ in found).encode()).hexdigest()
     counts = [count for _, count in found if count is not None]
 
     def rows() -> Iterator[Row]:
-        for path in paths:
-            yield from file_formats.rows(path, name if paths == [Path(name)] else str(path))
+        for path, label in named.items():
+            yield from file_formats.rows(path, label)
 
     total = sum(counts) if len(counts) == len(paths) else None
     return Source(name, f"files:{digest}", total, rows)
