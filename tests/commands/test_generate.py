@@ -186,6 +186,7 @@ def test_a_trace_tells_every_commitment(run_folder, prompts, tmp_path):
 @pytest.mark.parametrize("name, content", [
     ("p.txt", "1+1\n\nWhat?\n"),
     ("p", "\ufeff1+1\r\nWhat?"),
+    ("p.csv", "prompt,n\n1+1,1\nWhat?,2\n"),
     ("p.json", '[{"query": "1+1"}, {"prompt": "What?"}]'),
     ("p.jsonl", '{"problem": "1+1", "answer": 2.5}\n\n{"question": "What?"}'),
 ])
@@ -194,6 +195,27 @@ def test_prompt_files(tmp_path, name, content):
     path.write_bytes(content.encode())
     found = infer.read_questions(GenerateOptions(prompts=path, out=tmp_path / "o"))
     assert found == ["1+1", "What?"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_prompt_ends_at_its_line_feed_alone(tmp_path, end):
+    """None of the other characters at which str.splitlines and a text file cut."""
+    texts = [f"Add 2{mark}and 3" for mark in "\r\v\f\x1c\x1e\x85\u2028\u2029"]
+    path = tmp_path / "p.txt"
+    path.write_bytes(end.join(texts).encode())
+    assert infer.read_questions(GenerateOptions(prompts=path, out=tmp_path / "o")) == texts
+
+
+def test_subset_and_split_of_prompts(tmp_path):
+    for name, text in (("a/train.jsonl", "no"), ("a/test.jsonl", "yes"), ("b/test.jsonl", "no")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, {"prompt": text})
+    options = GenerateOptions(prompts=tmp_path, subset="a", out=tmp_path / "o")
+    assert infer.read_questions(options) == ["yes"]
+    assert infer.read_questions(dataclasses.replace(options, split="train")) == ["no"]
+    (tmp_path / "p.txt").write_text("1+1")
+    with pytest.raises(ValueError, match="p.txt is a text: --subset and --split are for records"):
+        infer.read_questions(dataclasses.replace(options, prompts=tmp_path / "p.txt"))
 
 
 @pytest.mark.parametrize("content, message", [

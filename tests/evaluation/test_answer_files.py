@@ -1,5 +1,6 @@
 """Formats, references and complaints of the files that an evaluation reads."""
 
+import gzip
 import json
 
 import pytest
@@ -39,6 +40,29 @@ def test_references_of_the_three_shapes(tmp_path):
     ]))
     assert [ref for _, ref in read_references(path, "math").values()] == [
         "\\frac{1}{2}", "\\frac{3}{4}"]
+
+
+def test_references_of_every_source_with_exact_numbers(tmp_path):
+    """Floats arrive as the shortest text of their value, from Parquet as from JSON."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"question": "A", "answer": 18.0}, {"question": "B", "answer": 0.1}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "d").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "d/test.jsonl").write_text(text)
+    (tmp_path / "d/train.jsonl").write_text('{"question": "C", "answer": 1}\n')
+    (tmp_path / "a.csv").write_text("question,answer\nA,18\nB,0.1\n")
+    for name in ("a.parquet", "a.jsonl.gz", "d", "d/te*.jsonl", "a.csv"):
+        found = read_references(tmp_path / name, "gsm8k")
+        assert list(found.values()) == [("A", "18"), ("B", "0.1")], name
+    assert list(read_references(tmp_path / "d", "gsm8k", split="train").values()) == [("C", "1")]
+    with pytest.raises(ValueError, match="a.csv is one file: .*--split is for Hub"):
+        read_references(tmp_path / "a.csv", "gsm8k", split="test")
+    with pytest.raises(ValueError, match="--subset and --split choose a part of --data"):
+        evaluate(EvaluateOptions("gsm8k", outputs=tmp_path / "a.csv", split="test"))
 
 
 def test_question_key_ignores_spelling_only():
