@@ -32,9 +32,9 @@ class DataConfig:
     exclude_type: str | None = None
     """Drop records whose `type` contains this text (the released code drops "GSM")."""
     subset: str | None = None
-    """Configuration of a Hub data set, such as openai/gsm8k's main."""
+    """Configuration of a Hub data set, such as openai/gsm8k's main; of a copy, its folder."""
     split: str | None = None
-    """Split of a Hub data set; default train."""
+    """Split of a Hub data set, or slice such as train[:1000]; split of a folder; default train."""
     columns: str | None = None
     """What other columns are, as prompt=q,response=a,system=s,ignore=url; see docs."""
     turns: Literal["last", "all"] = "last"
@@ -134,8 +134,8 @@ class Config:
     preset: str = ""
     """Name of the preset these values started from."""
     data: str | None = None
-    """JSONL/JSON/CSV/Parquet file or Hub id; none: generated word problems with operands up to 9;
-    wordproblems-N: up to N."""
+    """JSONL/JSON/CSV/Parquet file, folder or glob of such, or Hub id; none: generated word problems
+    with operands up to 9; wordproblems-N: up to N."""
     model: str | None = None
     """Checkpoint folder or Hub id; none: the tiny embedded LLaDA, or with --tokenizer a small
     random one of that vocabulary (its shape: --init.*)."""

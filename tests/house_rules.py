@@ -29,7 +29,7 @@ HOMES = {
     "peft": ("bwsft/models/", "bwsft/checkpoints/"),
     "tyro": ("bwsft/commands/", "bwsft/experiments/", "bwsft/cli.py"),
     "rich": ("bwsft/commands/", "bwsft/experiments/", "bwsft/cli.py"),
-    "datasets": ("bwsft/data/records.py",),
+    "datasets": ("bwsft/data/sources.py", "bwsft/data/file_formats.py"),
     "triton": (),
 }  # fmt: skip
 REACH = {"bwsft/training/trainer.py": 18, "bwsft/decoding/generate.py": 18}

@@ -37,7 +37,14 @@ class CompareOptions(DecoderOptions):
     model: str | None = None
     """Run folder, checkpoint, model folder or Hub id; default: the embedded tiny LLaDA."""
     data: Path | None = None
-    """Questions with references, GSM8K-, MetaMath- or MATH-shaped."""
+    """Questions with references, GSM8K-, MetaMath- or MATH-shaped: a file, folder, glob or Hub
+    id."""
+    subset: str | None = None
+    """Configuration of a Hub data set in --data."""
+    split: str | None = None
+    """Split of --data where it is a Hub data set or a folder; default test."""
+    columns: str | None = None
+    """What the columns of --data are, as prompt=q,response=a; see docs/train_your_data.md."""
     task: Literal["gsm8k", "math"] = "gsm8k"
     """How answers are found and compared."""
     limit: int | None = 32
@@ -68,7 +75,8 @@ class ModeResult:
 def run_compare(options: CompareOptions) -> int:
     """Run `bwsft compare` and return the exit status; ValueError or OSError for bad input."""
     modes = check(options)
-    references = read_references(options.data, options.task)
+    asked = (options.data, options.task, options.subset, options.split, options.columns)
+    references = read_references(*asked)
     questions = [question for question, _ in references.values()][: options.limit]
     if options.json and options.json.exists():
         raise ValueError(f"{options.json} exists: name another file")

@@ -7,10 +7,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from bwsft.data.chat_template import Prompt
+from bwsft.data.file_formats import FORMATS, format_of
+from bwsft.data.records import Columns, question
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
-from bwsft.evaluation.answer_files import QUESTION_FIELDS, needed, read_records, read_text
-
-RECORDS = (".jsonl", ".ndjson", ".json")
+from bwsft.evaluation.answer_files import read_records, read_text
+from bwsft.utils import lines
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,14 @@ class GenerateOptions(DecoderOptions):
     prompt: str | None = None
     """One prompt; its answer is printed."""
     prompts: Path | None = None
-    """JSONL or JSON file of records with a question, query, problem or prompt; any other file is
-    read as text with one prompt per line."""
+    """Records as for training (answers are not read): a JSONL, JSON, CSV, TSV or Parquet file, a
+    folder, glob or Hub id; any other file is read as text with one prompt per line."""
+    subset: str | None = None
+    """Configuration of a Hub data set in --prompts."""
+    split: str | None = None
+    """Split of --prompts where it is a Hub data set or a folder; default test."""
+    columns: str | None = None
+    """What the columns of --prompts are, as prompt=q,system=s; see docs/train_your_data.md."""
     out: Path | None = None
     """JSONL of answers, one line per prompt in the order of the prompts, written as they come."""
     resume: bool = False
@@ -62,8 +70,8 @@ def run_generate(options: GenerateOptions) -> int:
     return 0
 
 
-def read_questions(options: GenerateOptions) -> list[str]:
-    """The prompt texts of --prompt or --prompts."""
+def read_questions(options: GenerateOptions) -> list[Prompt]:
+    """What --prompt or --prompts ask: texts, or the turns of conversations."""
     if (options.prompt is None) == (options.prompts is None):
         raise ValueError("give either --prompt TEXT or --prompts FILE")
     if options.resume and options.out is None:
@@ -75,25 +83,33 @@ def read_questions(options: GenerateOptions) -> list[str]:
     elif options.out is None:
         raise ValueError("--prompts needs --out FILE for the answers")
     else:
-        questions = _read_file(options.prompts)
-    for number, question in enumerate(questions, 1):
-        if not isinstance(question, str) or not question.strip():
+        questions = _read_file(options)
+    for number, asked in enumerate(questions, 1):
+        text = asked if isinstance(asked, str) else asked[-1]["content"]
+        if not text.strip():
             raise ValueError(f"{options.prompts or '--prompt'}: prompt {number} has no text")
-        if any("\ud800" <= character <= "\udfff" for character in question):
+        if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError(f"{options.prompts or '--prompt'}: prompt {number} is not valid text")
     return questions
 
 
-def _read_file(path: Path) -> list:
-    if path.suffix.lower() in RECORDS:
-        return [
-            needed(record, "prompt", QUESTION_FIELDS, f"{path}: record {number}")[0]
-            for number, record in enumerate(read_records(path)[0], 1)
-        ]
-    lines = [line for line in read_text(path).splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"{path}: holds no prompts")
-    return lines
+def _read_file(options: GenerateOptions) -> list[Prompt]:
+    path = options.prompts
+    form = format_of(path)[0]
+    if form not in FORMATS and (form == ".txt" or path.is_file()):
+        if options.subset or options.split:
+            raise ValueError(f"{path} is a text: --subset and --split are for records")
+        prompts = [line for line in lines.split(read_text(path)) if line.strip()]
+        if not prompts:
+            raise ValueError(f"{path}: holds no prompts")
+        return prompts
+    columns, found = Columns.parse(options.columns), []
+    for number, record in enumerate(read_records(path, options.subset, options.split)[0], 1):
+        try:
+            found.append(question(record, columns))
+        except ValueError as error:
+            raise ValueError(f"{path}: record {number} {error}") from error
+    return found
 
 
 def refuse_existing(path: Path, resume: bool) -> None:
@@ -110,15 +126,13 @@ class ResultFile:
     cuts off a last line that a killed writer left without its end.
     """
 
-    def __init__(self, path: Path, run: str, questions: list[str]):
+    def __init__(self, path: Path, run: str, questions: list[Prompt]):
         self.path, self.run, self.questions = path, run, questions
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is not a file: name another one")
         content = path.read_bytes() if path.exists() else b""
-        self.lines = content.splitlines(keepends=True)
-        if self.lines and not self.lines[-1].endswith(b"\n"):
-            self.lines.pop()
+        self.lines = lines.finished(content)
         for number, line in enumerate(self.lines):
             if number >= len(questions) or not self._fits(line, questions[number]):
                 raise ValueError(
@@ -127,10 +141,10 @@ class ResultFile:
                 )
         self.keep(len(self.lines))
 
-    def _fits(self, line: bytes, question: str) -> bool:
+    def _fits(self, line: bytes, asked: Prompt) -> bool:
         try:
             record = json.loads(line)
-            return (record["run"], record["question"]) == (self.run, question)
+            return (record["run"], record["question"]) == (self.run, asked)
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bwsft.data import chat_template, examples, records, token_cache
+from bwsft.data import chat_template, examples, file_formats, records, sources, token_cache
 from bwsft.data import tokenizer as tokenizer_module
 from bwsft.data.chat_template import Template
 from bwsft.data.examples import TURN_BIT, DataOptions, ExampleReader
 from bwsft.data.packing import CanvasLayout, Example
-from bwsft.utils import strict_json
+from bwsft.utils import lines, strict_json
 
 CHUNK = 1024  # records per call of the tokenizer
 ARRAYS = {
@@ -98,17 +98,17 @@ class TokenizedSet:
 
 
 def load_set(
-    source: str | Path | list[dict], tokenizer: Any, options: DataOptions | None = None,
+    source: Any, tokenizer: Any, options: DataOptions | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedSet:  # fmt: skip
-    """Reads, tokenizes and filters a data set (`records.open_source` says what it can be).
+    """Reads, tokenizes and filters a data set (`sources.open_source` says what it can be).
 
     Raises ValueError for an unreadable source, a malformed record (place and reason; not with
     on_bad "skip"), a forbidden token id, or if nothing is left. The cache folder is `cache_dir`,
     else $BWSFT_CACHE, else ~/.cache/bwsft; records given as a list aren't cached.
     """
     options = options or DataOptions()
-    opened = records.open_source(source)
+    opened = sources.open_source(source, options.subset, options.split)
     template = Template(tokenizer, options.template, options.template_args)
     path = None
     if opened.digest is not None:
@@ -127,7 +127,9 @@ def load_set(
 
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
-    modules = (records, strict_json, chat_template, examples, tokenizer_module)
+    modules = (
+        chat_template, examples, file_formats, lines, records, strict_json, tokenizer_module
+    )  # fmt: skip
     code = [Path(file).read_bytes() for file in (*(m.__file__ for m in modules), __file__)]
     names = ("template", "template_args", "columns", "turns", "on_bad", "exclude_type")
     parts = [source, tokenizer, *(getattr(options, name) for name in names)]
@@ -136,7 +138,7 @@ def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
 
 
 def _tokenize(
-    source: records.Source, template: Template, options: DataOptions
+    source: sources.Source, template: Template, options: DataOptions
 ) -> tuple[dict, dict]:
     """(arrays of all well-formed records, what became of the others)."""
     reader = ExampleReader(template, options)

@@ -5,14 +5,11 @@ Text columns in pairs (any of PROMPTS with any of ANSWERS; Alpaca's instruction 
 completion as lists of messages. What no shape reads is named in `Record.unread`.
 """
 
-import csv
-import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from bwsft.utils import strict_json
@@ -50,11 +47,6 @@ SPEAKERS = {
 }  # fmt: skip
 OPENERS = ("system", "developer", "assistant")  # who can speak before anybody has asked
 
-TABLES = {".csv": "csv", ".parquet": "parquet"}  # as `datasets` calls them
-LINES = (".jsonl", ".ndjson")
-FORMATS = (*LINES, ".json", *TABLES)
-
-Row = tuple[str, Any]
 Message = dict[str, Any]
 
 
@@ -105,17 +97,6 @@ class Record:
     def last(self) -> int:
         """Index of the last turn, which is an assistant's."""
         return len(self.messages) - 1
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where records come from. `digest` changes with the content, None if it isn't worth caching;
-    `rows()` yields (place, raw value) in source order, the raw value of JSONL being bytes."""
-
-    name: str
-    digest: str | None
-    total: int | None
-    rows: Callable[[], Iterator[Row]]
 
 
 class Fields:
@@ -191,6 +172,13 @@ def conversation(raw: Any, columns: Columns | None = None) -> list[Message]:
     return [{k: v for k, v in turn.items() if k != "weight"} for turn in turns]
 
 
+def question(raw: Any, columns: Columns | None = None) -> str | list[Message]:
+    """What a raw record asks: a text where one user turn is all, else the turns so far."""
+    turns = conversation(raw, columns)
+    alone = len(turns) == 1 and turns[0]["role"] == "user" and len(turns[0]) == 2
+    return turns[0]["content"] if alone else turns
+
+
 def _turns(fields: Fields, answers: Sequence[str] | None) -> list[Message]:
     """All turns; `answers` None: a response may be missing."""
     explicit = fields.columns.roles
@@ -224,7 +212,7 @@ def _pair(fields: Fields, answers: Sequence[str] | None) -> list[Message]:
     if below is not None and (text := _text(fields.value(below), below)).strip():
         turns[-1] = turns[-1] | {"content": f"{turns[-1]['content']}\n\n{text}"}
     answer = _answer_of(fields, prompt, answers or ANSWERS)
-    if answer is not None:
+    if answer is not None and fields.value(answer) != []:
         return turns + _messages(fields.value(answer), answer, "assistant")
     if answers is None or turns[-1]["role"] == "assistant":
         return turns
@@ -355,109 +343,3 @@ def shown(name: str) -> str:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a boolean"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else "not text")
-
-
-def open_source(source: str | Path | list[dict]) -> Source:
-    """Opens a file (.jsonl, .json, .csv, .parquet), a Hub id (its split "train") or a list of
-    records. Raises ValueError if there is nothing to read, naming the source."""
-    if isinstance(source, list):
-        return Source("the list", None, len(source), lambda: _places(source, "the list"))
-    name, path = str(source), Path(source).expanduser()
-    suffix = path.suffix.lower()
-    if path.is_dir():
-        raise ValueError(f"{name} is a folder; give one data file")
-    if not path.exists():
-        if suffix in FORMATS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-            raise ValueError(f"data file {name} doesn't exist")
-        table = _load_dataset(name, name, {"split": "train"})  # no such file, but maybe a Hub id
-        digest = f"hub:{name}:{table._fingerprint}"
-        return Source(name, digest, len(table), lambda: _places(table, f"{name} (train)"))
-    if not path.is_file():  # a pipe would wait for a writer, and can't be read twice
-        raise ValueError(f"{name} is not a regular file; write the records to one first")
-    if suffix not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ValueError(f"{name}: can't tell the format from {suffix!r}; known are {known}")
-    digest, lines = _digest(path)
-    if suffix in LINES:
-        return Source(name, digest, lines, lambda: _read_lines(path, name))
-    read = _read_json if suffix == ".json" else _read_table
-    return Source(name, f"{suffix}:{digest}", None, lambda: read(path, name))
-
-
-def _digest(path: Path) -> tuple[str, int]:
-    """SHA-256 of the file's bytes and its number of line ends (a progress total)."""
-    digest, lines = hashlib.sha256(), 0
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-                lines += chunk.count(b"\n")
-    except OSError as error:
-        raise ValueError(f"can't read {path}: {error.strerror}") from error
-    if path.stat().st_size == 0:
-        raise ValueError(f"data file {path} is empty")
-    return digest.hexdigest(), lines
-
-
-def _read_lines(path: Path, name: str) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield f"{name}, line {number}", line
-
-
-def _read_json(path: Path, name: str) -> Iterator[Row]:
-    """An array of records, or what JSONL holds under another name."""
-    try:
-        text = strict_json.read_text(path)
-        lines = [line for line in text.split("\n") if line.strip()]
-        if all(line.startswith("{") and line.rstrip().endswith("}") for line in lines):
-            found = [strict_json.parse(line) for line in lines]
-        else:
-            found = strict_json.parse(text)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"can't read {name}: it {str(error).removeprefix(f'{path} ')}") from error
-    yield from _places(found if isinstance(found, list) else [found], name)
-
-
-def _read_table(path: Path, name: str) -> Iterator[Row]:
-    kind = TABLES[path.suffix.lower()]
-    options: dict[str, Any] = {"data_files": str(path), "split": "train"}
-    if kind == "csv":
-        options |= _csv_options(path, name)
-    yield from _places(_load_dataset(kind, name, options), name)
-
-
-def _csv_options(path: Path, name: str) -> dict[str, Any]:
-    """Every column as text: an answer column of bare numbers would else be read as integers."""
-    import datasets
-
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header = next(csv.reader(file), [])
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8: {error.reason}") from error
-    except csv.Error as error:
-        raise ValueError(f"{name}: its first line is no header ({error})") from error
-    if twice := sorted({column for column in header if header.count(column) > 1}):
-        raise ValueError(f"{name} has several columns {reprlib.repr(twice[0])}: keep one")
-    features = datasets.Features({column: datasets.Value("string") for column in header})
-    return {"features": features, "keep_default_na": False, "encoding": "utf-8-sig"}
-
-
-def _places(rows: Iterable[Any], name: str) -> Iterator[Row]:
-    for number, row in enumerate(rows, start=1):
-        yield f"{name}, record {number}", row
-
-
-def _load_dataset(kind: str, name: str, options: dict[str, Any]) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_dataset(kind, **options)
-    except Exception as error:  # datasets, pyarrow, pandas and the network raise many kinds
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
-        what = name if kind in TABLES.values() else f"{name} (no such file, so taken as a Hub id)"
-        raise ValueError(f"can't read {what}: {reason}") from error

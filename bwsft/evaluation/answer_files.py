@@ -1,27 +1,38 @@
 """The files that an evaluation reads, brought into one shape: references and outputs.
 
-JSONL, a JSON list, or an object with a list under "generations" (the d1 repository's format).
+JSONL, a JSON list, an object with a list under "generations" (the d1 repository's format), or any
+other source of records that training reads.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+from bwsft.data import records
+from bwsft.data.chat_template import Prompt
+from bwsft.data.file_formats import FORMATS, format_of
+from bwsft.data.file_formats import read_text as read_file
+from bwsft.data.records import Columns
+from bwsft.data.sources import open_source
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.math_equality import same_spelling
-from bwsft.utils import strict_json
+from bwsft.utils import lines, strict_json
 
 QUESTION_FIELDS = ("question", "query", "problem", "prompt")
 OUTPUT_FIELDS = ("output", "outputs", "generation", "generations", "completion", "response")
+USUAL_SPLIT = "test"  # of a data set whose questions are answered
 TRUTH_FIELDS = ("ground_truth", "reference", "answer", "target")
 ANSWER_FIELDS = ("answer", "response", "ground_truth", "reference", "solution")
+JSON = (".jsonl", ".ndjson", ".json")
 _NOTES = ("truncated", "tokens", "sample")
 _QUOTES = str.maketrans("‘’‛′“”„", "''''\"\"\"")
 
@@ -30,15 +41,17 @@ _QUOTES = str.maketrans("‘’‛′“”„", "''''\"\"\"")
 class Output:
     """One generated text; `tokens` and `truncated` are None where the source doesn't say."""
 
-    question: str
+    question: Prompt
     text: str
     reference: str | None = None
     tokens: int | None = None
     truncated: bool | None = None
 
 
-def question_key(question: str) -> str:
+def question_key(question: Prompt) -> str:
     """What questions are joined by: Unicode NFKC, straight quotes, single spaces."""
+    if not isinstance(question, str):
+        question = "\n".join(f"{turn['role']}: {turn['content']}" for turn in question)
     return " ".join(unicodedata.normalize("NFKC", question.translate(_QUOTES)).split())
 
 
@@ -50,7 +63,7 @@ def _number_text(token: str) -> str:
     return scoring.format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
 
 
-def _document(text: str, path: Path, line: int = 1) -> object:
+def _document(text: str | bytes, path: Path | str, line: int = 1) -> object:
     def refuse(name: str):
         raise ValueError(f"{name} is no JSON value")
 
@@ -65,22 +78,25 @@ def _document(text: str, path: Path, line: int = 1) -> object:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. FileNotFoundError, or ValueError for what is not UTF-8."""
+    """The text of a file, inflated. FileNotFoundError, or ValueError for what is not UTF-8."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    return read_file(path, str(path))
 
 
-def read_records(path: Path | str) -> tuple[list[dict], dict]:
-    """The records of a file, and the scalars beside a "generations" list (settings of that run).
+def read_records(
+    path: Path | str, subset: str | None = None, split: str | None = None
+) -> tuple[list[dict], dict]:
+    """The records of a source, and the scalars beside a "generations" list (settings of that run).
 
-    JSON floats arrive as exact text. FileNotFoundError, or ValueError with the place.
+    Floats arrive as exact text. FileNotFoundError, or ValueError with the place.
     """
     path = Path(path)
-    found, header = _records_of(read_text(path), path)
+    if _is_document(path) and not (subset or split):
+        found, header = _records_of(read_text(path), path)
+    else:
+        source = open_source(path, subset, split, USUAL_SPLIT)
+        found, header = [_exact(raw, place) for place, raw in source.rows()], {}
     for number, record in enumerate(found, 1):
         if not isinstance(record, dict):
             raise ValueError(f"{path}: record {number} is a {type(record).__name__}, not an object")
@@ -89,11 +105,32 @@ def read_records(path: Path | str) -> tuple[list[dict], dict]:
     return found, header
 
 
+def _is_document(path: Path) -> bool:
+    """Whether a path is a file of JSON, which one of an unknown suffix is taken for."""
+    form = format_of(path)[0]
+    if path.is_file():
+        return form in JSON or form not in FORMATS
+    return form in JSON and not path.is_dir() and not glob.has_magic(str(path))
+
+
+def _exact(raw: bytes | dict, place: str) -> object:
+    """A raw record with its floats as `_document` reads them."""
+    if isinstance(raw, bytes):
+        return _document(raw, place)
+    if not isinstance(raw, dict):
+        return raw
+    kinds = float | Decimal
+    try:
+        return {k: _number_text(str(v)) if isinstance(v, kinds) else v for k, v in raw.items()}
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
 def _records_of(text: str, path: Path) -> tuple[list, dict]:
     # Lines that each start an object are JSONL; an object printed over several lines is not.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if path.suffix == ".jsonl" or (len(lines) > 1 and all(s.startswith("{") for _, s in lines)):
-        return [_document(line, path, number) for number, line in lines], {}
+    full = [(number, line) for number, line in enumerate(lines.split(text), 1) if line.strip()]
+    if format_of(path)[0] in JSON[:2] or (len(full) > 1 and all(s[0] == "{" for _, s in full)):
+        return [_document(line, path, number) for number, line in full], {}
     document = _document(text, path)
     if isinstance(document, list):
         return document, {}
@@ -120,11 +157,33 @@ def needed(record: dict, what: str, fields: tuple[str, ...], place: str) -> tupl
     return value, name
 
 
-def _question(record: dict, place: str) -> tuple[str, str]:
+def _question(record: dict, place: str) -> tuple[Prompt, str]:
+    """The question of an output: a text, or the turns of a conversation as generate writes them."""
     value, name = needed(record, "question", QUESTION_FIELDS, place)
-    if not isinstance(value, str) or not value.strip():
+    if isinstance(value, list):
+        value = _asked({"messages": value}, Columns(), place)
+    if not isinstance(value, str | list) or not value or isinstance(value, str) and value.isspace():
         raise ValueError(f"{place}: field {name} must be a question's text")
     return value, name
+
+
+def _asked(record: dict, columns: Columns, place: str) -> Prompt:
+    try:
+        return records.question(record, columns)
+    except ValueError as error:
+        raise ValueError(f"{place} {error}") from error
+
+
+def _answer(record: dict, columns: Columns, place: str) -> object:
+    """The reference of a record: its answer field, or else what the assistant says last."""
+    named = columns.roles.get("response")
+    value, _ = _pick(record, ANSWER_FIELDS if named is None else (named,))
+    if value is not None and not isinstance(value, list):
+        return value
+    try:
+        return records.normalize(record, columns).messages[-1]["content"]
+    except ValueError as error:
+        raise ValueError(f"{place} has no answer: it {error}") from error
 
 
 def _reference(value: object, task: str, place: str) -> str | None:
@@ -143,14 +202,17 @@ def _typed(record: dict, field: str, kind: type):
     return record.get(field) if type(record.get(field)) is kind else None
 
 
-def read_references(path: Path | str, task: str) -> dict[str, tuple[str, str]]:
-    """question_key -> (question, reference answer) of a GSM8K-, MetaMath- or MATH-shaped file."""
-    references: dict[str, tuple[str, str]] = {}
-    for number, record in enumerate(read_records(path)[0], 1):
+def read_references(
+    path: Path | str, task: str, subset: str | None = None, split: str | None = None,
+    columns: str | None = None,
+) -> dict[str, tuple[Prompt, str]]:  # fmt: skip
+    """question_key -> (question, reference answer) of a GSM8K-, MetaMath- or MATH-shaped source."""
+    parsed = Columns.parse(columns)
+    references: dict[str, tuple[Prompt, str]] = {}
+    for number, record in enumerate(read_records(path, subset, split)[0], 1):
         place = f"{path}: record {number}"
-        question, _ = _question(record, place)
-        answer, _ = needed(record, "answer", ANSWER_FIELDS, place)
-        reference = _reference(answer, task, place)
+        question = _asked(record, parsed, place)
+        reference = _reference(_answer(record, parsed, place), task, place)
         if reference is None:
             raise ValueError(f"{place} has an empty answer")
         known = references.setdefault(question_key(question), (question, reference))
@@ -165,10 +227,10 @@ def read_outputs(path: Path | str, task: str) -> tuple[list[Output], dict, list[
 
     A list of outputs, or a repeated question, gives several samples of one question.
     """
-    records, header = read_records(path)
+    found, header = read_records(path)
     outputs: list[Output] = []
     unused: dict[str, None] = {}
-    for number, record in enumerate(records, 1):
+    for number, record in enumerate(found, 1):
         place = f"{path}: record {number}"
         question, question_name = _question(record, place)
         texts, output_name = needed(record, "output", OUTPUT_FIELDS, place)

@@ -35,7 +35,14 @@ class EvaluateOptions:
     model: Path | None = None
     """Model folder that answers the questions of --data before they are scored."""
     data: Path | None = None
-    """Questions with references, joined by question; by default the truths in --outputs."""
+    """Questions with references (a file, folder, glob or Hub id), joined by question; by default
+    the truths in --outputs."""
+    subset: str | None = None
+    """Configuration of a Hub data set in --data, such as openai/gsm8k's main."""
+    split: str | None = None
+    """Split of --data where it is a Hub data set or a folder; default test."""
+    columns: str | None = None
+    """What the columns of --data are, as prompt=q,response=a; see docs/train_your_data.md."""
     json: Path | None = None
     """Where the result is written as one JSON object."""
     save: Path | None = None
@@ -61,7 +68,10 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
     for path in filter(None, (options.json, save)):
         files.refuse_foreign(path, run)
 
-    references = files.read_references(options.data, options.task) if options.data else None
+    references = None
+    if options.data:
+        asked = (options.data, options.task, options.subset, options.split, options.columns)
+        references = files.read_references(*asked)
     header, unused = {}, []
     with MathVerifier() if options.task == "math" else nullcontext() as verifier:
         if options.outputs:
@@ -94,6 +104,8 @@ def _check(options: EvaluateOptions, decode: Decode | None) -> None:
         raise ValueError("give either --outputs FILE (score a file) or --model DIR (decode first)")
     if options.model is not None and options.data is None:
         raise ValueError("--model needs --data FILE, the questions to answer")
+    elif options.subset or options.split or options.columns:
+        raise ValueError("--subset, --split and --columns are of --data: name it")
     if options.model is not None and decode is None:
         raise ValueError("evaluate(options, decode=...) needs a decoder for --model")
     if options.limit is not None and options.limit < 1:
@@ -105,7 +117,7 @@ def _check(options: EvaluateOptions, decode: Decode | None) -> None:
 def _nothing_joined(options: EvaluateOptions, outputs: list[Output], unused: list[str]) -> str:
     if options.data:
         return (f"none of the {len(outputs)} questions of {options.outputs} is in {options.data}; "
-                f"the first one is {outputs[0].question[:80]!r}")
+                f"the first one is {question_key(outputs[0].question)[:80]!r}")
     other = f" (fields not read: {', '.join(unused)})" if unused else ""
     return f"{options.outputs} holds no references{other}: give --data FILE"
 

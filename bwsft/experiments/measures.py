@@ -76,8 +76,9 @@ def held_out_nelbo(
 
     family = trained.backbone.family
     records = tests.nelbo_data or test_problems(tests.problems, config.data, pilot)
-    # The columns and turns of the training data are not those of the problems.
-    options = dataclasses.replace(data_options(config, family), columns=None, turns="last")
+    # The columns, turns and parts of the training data are not those of the problems.
+    plain = {"columns": None, "turns": "last", "subset": None, "split": None}
+    options = dataclasses.replace(data_options(config, family), **plain)
     examples = load_set(records, trained.tokenizer, options)
     # A decoder's canvas, whatever the training's was.
     layout = dataclasses.replace(layout_of(config, family), canvas="fixed", fill=False)

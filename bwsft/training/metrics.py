@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from bwsft.utils import strict_json
+from bwsft.utils import lines, strict_json
 from bwsft.utils.files import naming, write_atomic
 
 
@@ -49,7 +49,7 @@ def read_log(path: Path) -> list[dict]:
     if not Path(path).exists():
         return []
     records = []
-    for number, line in enumerate(strict_json.read_text(path).split("\n")[:-1], start=1):
+    for number, line in enumerate(lines.finished(strict_json.read_text(path)), start=1):
         try:
             record = strict_json.parse(line)
             step = record["step"]

@@ -94,7 +94,8 @@ def data_options(config: c.Config, family: Family) -> DataOptions:
     return DataOptions(
         template=config.dataset.template, template_args=config.dataset.template_args,
         columns=config.dataset.columns, turns=config.dataset.turns, on_bad=config.dataset.on_bad,
-        exclude_type=config.dataset.exclude_type, max_length=config.max_length,
+        exclude_type=config.dataset.exclude_type, subset=config.dataset.subset,
+        split=config.dataset.split, max_length=config.max_length,
         gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
     )  # fmt: skip
 

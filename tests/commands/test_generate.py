@@ -186,6 +186,7 @@ def test_a_trace_tells_every_commitment(run_folder, prompts, tmp_path):
 @pytest.mark.parametrize("name, content", [
     ("p.txt", "1+1\n\nWhat?\n"),
     ("p", "\ufeff1+1\r\nWhat?"),
+    ("p.csv", "prompt,n\n1+1,1\nWhat?,2\n"),
     ("p.json", '[{"query": "1+1"}, {"prompt": "What?"}]'),
     ("p.jsonl", '{"problem": "1+1", "answer": 2.5}\n\n{"question": "What?"}'),
 ])
@@ -196,9 +197,62 @@ def test_prompt_files(tmp_path, name, content):
     assert found == ["1+1", "What?"]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_prompt_ends_at_its_line_feed_alone(tmp_path, end):
+    """None of the other characters at which str.splitlines and a text file cut."""
+    texts = [f"Add 2{mark}and 3" for mark in "\r\v\f\x1c\x1e\x85\u2028\u2029"]
+    path = tmp_path / "p.txt"
+    path.write_bytes(end.join(texts).encode())
+    assert infer.read_questions(GenerateOptions(prompts=path, out=tmp_path / "o")) == texts
+
+
+def test_subset_and_split_of_prompts(tmp_path):
+    for name, text in (("a/train.jsonl", "no"), ("a/test.jsonl", "yes"), ("b/test.jsonl", "no")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, {"prompt": text})
+    options = GenerateOptions(prompts=tmp_path, subset="a", out=tmp_path / "o")
+    assert infer.read_questions(options) == ["yes"]
+    assert infer.read_questions(dataclasses.replace(options, split="train")) == ["no"]
+    (tmp_path / "p.txt").write_text("1+1")
+    with pytest.raises(ValueError, match="p.txt is a text: --subset and --split are for records"):
+        infer.read_questions(dataclasses.replace(options, prompts=tmp_path / "p.txt"))
+
+
+def test_conversations_are_asked_as_they_were_trained(run_folder, tmp_path):
+    system = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "1+1="}
+    said = [user, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="}]
+    path = write(
+        tmp_path / "p.jsonl", {"messages": [system, user]}, {"prompt": said, "completion": []},
+        {"q": "1+1=", "system": "Be brief.", "answer": "2"}, {"question": "1+1="},
+    )
+    asked = options(run_folder, path, tmp_path, template="chat")
+    with pytest.raises(ValueError, match="record 3 .*keys are .*'q'"):
+        infer.read_questions(asked)
+    lines = path.read_text().replace('"q"', '"query"')
+    path.write_text(lines)
+    questions = infer.read_questions(asked)
+    assert questions == [[system, user], said, [system, user], "1+1="]
+    run_generate(asked)
+    found = rows(asked.out)
+    assert [row["question"] for row in found] == questions
+    trained = load_trained(str(run_folder))
+    template = Template(trained.tokenizer, "chat")
+    decoding = DecodeConfig(gen_length=12, block_size=4)
+    ids = template.encode_prompts(questions)
+    assert ids[0] == trained.tokenizer.apply_chat_template(
+        [system, user], add_generation_prompt=True, return_dict=False
+    )
+    for row, result in zip(found, generate(trained.backbone, ids, decoding), strict=True):
+        assert row["output"] == trained.tokenizer.decode(result.tokens, skip_special_tokens=True)
+    before = asked.out.read_bytes()
+    run_generate(dataclasses.replace(asked, resume=True))
+    assert asked.out.read_bytes() == before
+
+
 @pytest.mark.parametrize("content, message", [
-    ('{"question": "a"}\n{"answer": "b"}\n', "record 2 has no prompt: it needs one of"),
-    ('{"question": "a"}\n{"question": 3}\n', "prompt 2 has no text"),
+    ('{"question": "a"}\n{"answer": "b"}\n', "record 2 has 'answer' but no 'question': the prompt is missing"),
+    ('{"question": "a"}\n{"question": {}}\n', "record 2 'question' is an object, expected text"),
     ('{"question": " "}\n', "prompt 1 has no text"),
     ('{"question": "a"}\n{"que', "p.jsonl:2:"),
     ("", "holds no records"),

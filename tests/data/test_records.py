@@ -1,4 +1,4 @@
-"""Reading sources and normalizing records: every shape, every complaint."""
+"""Normalizing records: every shape, every complaint."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bwsft.data.records import Columns, Record, conversation, normalize, open_source
+from bwsft.data.records import Columns, Record, conversation, normalize
 
 PAIR = {"query": "1+1?", "response": "2"}
 
@@ -156,118 +156,6 @@ def test_conversations_to_answer():
 def test_malformed(raw, complaint):
     with pytest.raises(ValueError, match=complaint):
         normalize(raw)
-
-
-def test_jsonl_places_and_blank_lines(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"query": "a", "response": "b"}\r\n\n  \n{"x":\nnull')
-    source = open_source(path)
-    assert [place for place, _ in source.rows()] == [f"{path}, line {n}" for n in (1, 4, 5)]
-    first, cut, last = (raw for _, raw in source.rows())
-    assert normalize(first) == pair("a", "b")
-    assert last == b"null"
-    with pytest.raises(ValueError, match="not valid JSON"):
-        normalize(cut)
-
-
-def test_digest_follows_content(tmp_path):
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    one.write_text(json.dumps(PAIR) + "\n")
-    two.write_text(json.dumps(PAIR) + "\n")
-    assert open_source(one).digest == open_source(two).digest
-    two.write_text(json.dumps(PAIR) + " \n")
-    assert open_source(one).digest != open_source(two).digest
-
-
-@pytest.mark.parametrize(("name", "complaint"), [
-    ("missing.jsonl", "missing.jsonl doesn't exist"),
-    ("missing", "doesn't exist"),
-    ("empty.jsonl", "empty.jsonl is empty"),
-    ("empty.parquet", "is empty"),
-    ("folder", "is a folder"),
-    ("notes.txt", "can't tell the format from '.txt'; known are .jsonl"),
-])
-def test_unreadable_sources(tmp_path, name, complaint):
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "empty.parquet").touch()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ValueError, match=complaint):
-        open_source(tmp_path / name)
-
-
-@pytest.fixture
-def table_cache(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-
-
-def read(path):
-    return [
-        (place.removeprefix(f"{path}, "), normalize(raw)) for place, raw in open_source(path).rows()
-    ]
-
-
-def test_json_array(tmp_path, table_cache):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([PAIR, {"query": "b", "response": None}], indent=1))
-    rows = list(open_source(path).rows())
-    assert normalize(rows[0][1]) == pair("1+1?", "2")
-    with pytest.raises(ValueError, match="the response is missing"):
-        normalize(rows[1][1])
-    path.write_text(json.dumps([PAIR, PAIR])[:-5])
-    with pytest.raises(ValueError, match="can't read .*a.json"):
-        list(open_source(path).rows())
-
-
-def test_csv_reads_every_column_as_text(tmp_path, table_cache):
-    path = tmp_path / "a.csv"
-    path.write_bytes(b'\xef\xbb\xbfquestion,answer\n"a, ""b""\nc",007\nNA,\n')
-    assert read(path) == [
-        ("record 1", pair('a, "b"\nc', "007")),
-        ("record 2", pair("NA", "")),
-    ]
-    path.write_bytes(b"question,answer\nonly half")
-    assert read(path)[0][1] == pair("only half", "")  # counted as an empty response
-    path.write_bytes(b"question,answer\na,b\na,b,c,d\n")
-    with pytest.raises(ValueError, match="can't read .*a.csv"):
-        read(path)
-    path.write_bytes(b"question,answer\na,\xff\n")
-    with pytest.raises(ValueError, match="a.csv is not UTF-8"):
-        read(path)
-
-
-def test_parquet_with_messages(tmp_path, table_cache):
-    import datasets
-
-    path = tmp_path / "a.parquet"
-    rows = [chat(("user", "a"), ("assistant", "b")), chat(("user", "c"), ("assistant", "d"))]
-    datasets.Dataset.from_list(rows).to_parquet(path)
-    assert [record for _, record in read(path)] == [pair("a", "b"), pair("c", "d")]
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="can't read .*a.parquet"):
-        read(path)
-
-
-def test_hub_id(monkeypatch):
-    import datasets
-
-    calls = []
-
-    def load_dataset(*args, **options):
-        calls.append((args, options))
-        if args[0] == "no/such":
-            raise ConnectionError("unreachable\nmore")
-        return datasets.Dataset.from_list([PAIR])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = open_source("openai/gsm8k")
-    assert calls == [(("openai/gsm8k",), {"split": "train"})]
-    for _ in range(2):
-        assert [place for place, _ in source.rows()] == ["openai/gsm8k (train), record 1"]
-    with pytest.raises(ValueError, match=r"no/such \(no such file, so taken.*: unreachable$"):
-        open_source("no/such")
 
 
 def test_importing_data_is_cheap():

@@ -1,8 +1,10 @@
 """Formats, references and complaints of the files that an evaluation reads."""
 
+import gzip
 import json
 
 import pytest
+from jsonl import write
 
 from bwsft.evaluation.answer_files import question_key, read_outputs, read_references
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
@@ -41,6 +43,29 @@ def test_references_of_the_three_shapes(tmp_path):
         "\\frac{1}{2}", "\\frac{3}{4}"]
 
 
+def test_references_of_every_source_with_exact_numbers(tmp_path):
+    """Floats arrive as the shortest text of their value, from Parquet as from JSON."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"question": "A", "answer": 18.0}, {"question": "B", "answer": 0.1}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "d").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "d/test.jsonl").write_text(text)
+    (tmp_path / "d/train.jsonl").write_text('{"question": "C", "answer": 1}\n')
+    (tmp_path / "a.csv").write_text("question,answer\nA,18\nB,0.1\n")
+    for name in ("a.parquet", "a.jsonl.gz", "d", "d/te*.jsonl", "a.csv"):
+        found = read_references(tmp_path / name, "gsm8k")
+        assert list(found.values()) == [("A", "18"), ("B", "0.1")], name
+    assert list(read_references(tmp_path / "d", "gsm8k", split="train").values()) == [("C", "1")]
+    with pytest.raises(ValueError, match="a.csv is one file: .*--split is for Hub"):
+        read_references(tmp_path / "a.csv", "gsm8k", split="test")
+    with pytest.raises(ValueError, match="--subset, --split and --columns are of --data"):
+        evaluate(EvaluateOptions("gsm8k", outputs=tmp_path / "a.csv", split="test"))
+
+
 def test_question_key_ignores_spelling_only():
     assert question_key(" A\u00a0\u201cb\u201d\n c\u2019s ") == question_key("A \"b\" c's")
     assert question_key("2 hens") != question_key("3 hens")
@@ -71,3 +96,25 @@ def test_bad_output_files_get_one_clear_sentence(tmp_path, monkeypatch, name, te
     with pytest.raises(ValueError, match=message):
         evaluate(EvaluateOptions("gsm8k", outputs=tmp_path / name))
     assert not (tmp_path / "runs").exists()
+
+
+def test_references_of_conversations_and_named_columns(tmp_path):
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "#### 2"}]
+    system = {"role": "system", "content": "Be brief."}
+    path = write(
+        tmp_path / "a.jsonl", {"messages": turns}, {"messages": [system, *turns]},
+        {"messages": [*turns, {"role": "user", "content": "and 1?"}], "answer": 3},
+    )
+    found = list(read_references(path, "gsm8k").values())
+    assert found == [
+        ("1+1?", "2"), ([system, turns[0]], "2"),
+        ([*turns, {"role": "user", "content": "and 1?"}], "3"),
+    ]
+    outputs = write(tmp_path / "o.jsonl", *({"question": q, "output": "so 2"} for q, _ in found))
+    read, _, _ = read_outputs(outputs, "gsm8k")
+    assert [question_key(output.question) for output in read] == list(
+        read_references(path, "gsm8k")
+    )
+    named = write(tmp_path / "b.jsonl", {"q": "1+1?", "a": "2", "answer": "never"})
+    columns = "prompt=q,response=a"
+    assert list(read_references(named, "gsm8k", columns=columns).values()) == [("1+1?", "2")]

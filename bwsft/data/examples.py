@@ -1,0 +1,123 @@
+"""Records to examples ready to tokenize: what is an example, what is left out, what is not read."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bwsft.data import records
+from bwsft.data.chat_template import Prepared, Template
+from bwsft.data.records import Record
+
+TURN_BIT = 40  # a sample id is the record's number + (answers after this one << TURN_BIT)
+LISTED = 20  # malformed records, or unread columns, that a report names; the rest only count
+# No example of so much text fits any context, and tokenizing takes some 100 bytes a character.
+MOST_CHARACTERS = 1_000_000
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How records become examples.
+
+    `max_length` bounds prompt + response with its end token; longer examples are dropped.
+    `gen_length` only serves the report. `on_bad` is "stop" or "skip". Records whose `type`
+    contains `exclude_type` are dropped. `subset` and `split` choose a part of the source, `columns`
+    (as records.Columns.parse takes it) says what its columns are, `turns` which answers of a
+    conversation are examples; `template_args` goes to the chat template. With `mask_id` or
+    `vocab_size` given, every id is checked against them.
+    """
+
+    template: str = "metamath"
+    template_args: str | None = None
+    columns: str | None = None
+    turns: str = "last"
+    max_length: int = 256
+    gen_length: int = 128
+    on_bad: str = "stop"
+    exclude_type: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    mask_id: int | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_bad not in ("stop", "skip"):
+            raise ValueError(f"on_bad is {self.on_bad!r}, not 'stop' or 'skip'")
+        if self.max_length < 2:
+            raise ValueError(f"max_length must be at least 2, not {self.max_length}")
+
+
+class ExampleReader:
+    """Raw records to examples ready to tokenize; counts what it leaves out."""
+
+    def __init__(self, template: Template, options: DataOptions):
+        self.template, self.options = template, options
+        self.columns = records.Columns.parse(options.columns)
+        self.dropped: Counter[str] = Counter()
+        self.unread: Counter[str] = Counter()
+        self.skipped: list[dict[str, str]] = []
+        self.examples_read = 0
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "examples": self.examples_read, "dropped": dict(self.dropped),
+            "unread": dict(self.unread), "skipped": self.skipped,
+        }  # fmt: skip
+
+    def examples(self, number: int, place: str, raw: Any) -> Iterator[tuple[int, Prepared]]:
+        """(sample id, text) of each example of record `number`."""
+        try:
+            found = list(self._examples(raw))
+        except ValueError as error:
+            self.examples_read += 1
+            if self.options.on_bad == "stop":
+                hint = "fix it, or leave bad records out with on_bad 'skip'"
+                raise ValueError(f"{place} {error}; {hint}") from error
+            self.dropped["malformed"] += 1
+            if len(self.skipped) < LISTED:
+                self.skipped.append({"where": place, "reason": str(error)})
+            return
+        self.examples_read += len(found)
+        for later, ready in found:
+            if isinstance(ready, str):
+                self.dropped[ready] += 1
+            else:
+                yield number | later << TURN_BIT, ready
+
+    def _examples(self, raw: Any) -> Iterator[tuple[int, Prepared | str]]:
+        """(answers after this one, text or the reason to drop it) of each example of a record."""
+        record = records.normalize(raw, self.columns)
+        exclude = self.options.exclude_type
+        unread = [*record.unread, *self._unprinted(record)]
+        unread += ["type"] if record.kind and not exclude else []
+        for name in unread:  # keys may be as many as records
+            self.unread[name if name in self.unread or len(self.unread) < LISTED else "others"] += 1
+        if exclude and exclude in record.kind:
+            yield 0, f"type contains {exclude}"
+            return
+        said = [i for i, turn in enumerate(record.messages) if turn["role"] == "assistant"]
+        for later, at in enumerate(reversed(said)):
+            if at in record.answers:
+                yield later, _unfit(record, at) or self.template.prepare(record, at)
+            elif later == 0:
+                yield 0, "weight 0"
+            if self.options.turns == "last":
+                return
+
+    def _unprinted(self, record: Record) -> list[str]:
+        """Fields of messages, and tools, that the chat template's text does not name."""
+        names = {name for turn in record.messages for name in turn} - {"role", "content"}
+        names |= {"tools"} if record.tools else set()
+        return sorted(records.shown(name) for name in names if not self.template.reads(name))
+
+
+def _unfit(record: Record, at: int) -> str | None:
+    """Why turn `at` of a record cannot be an example."""
+    asked = [turn for turn in record.messages[:at] if turn["role"] != "assistant"]
+    if not asked[-1]["content"].strip():
+        return "empty prompt"
+    if sum(len(turn["content"]) for turn in record.messages[: at + 1]) > MOST_CHARACTERS:
+        return f"longer than {MOST_CHARACTERS:,} characters"
+    answer = record.messages[at]
+    says = answer["content"].strip() or answer.keys() - {"role", "content"}
+    return None if says else "empty response"

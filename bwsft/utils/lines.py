@@ -1,0 +1,37 @@
+"""What a line is, for every text of the user's: it ends at a line feed and at nothing else.
+
+str.splitlines also cuts at U+2028, form feeds and lone carriage returns, which may stand inside a
+prompt or a JSON string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import AnyStr
+
+BOM = "\ufeff"
+
+
+def split(text: str) -> list[str]:
+    """The lines of a text without their ends (LF or CR LF) and without a byte order mark."""
+    parts = text.removeprefix(BOM).split("\n")
+    if not parts[-1]:
+        parts.pop()
+    return [part.removesuffix("\r") for part in parts]
+
+
+def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line with its end) of a file opened for bytes, without a byte order mark and
+    without blank lines."""
+    for number, line in enumerate(file, start=1):
+        if number == 1:
+            line = line.removeprefix(BOM.encode())
+        if line.strip():
+            yield number, line
+
+
+def finished(content: AnyStr) -> list[AnyStr]:
+    """Lines with their line feed. A last one that has none, as a killed writer leaves it, is left
+    out."""
+    end = "\n" if isinstance(content, str) else b"\n"
+    return [part + end for part in content.split(end)[:-1]]
