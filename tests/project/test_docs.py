@@ -11,6 +11,7 @@ import pytest
 import tyro
 
 from bwsft import cli
+from bwsft.commands.train import parse_train
 from bwsft.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def bwsft_words(words):
 def parse(words, monkeypatch):
     """Parse a `bwsft` command line without running it."""
     if words[0] == "train":
-        return cli.parse_train(words[1:])
+        return parse_train(words[1:])
     real = tyro.cli
 
     def parsed(*arguments, **options):
