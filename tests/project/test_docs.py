@@ -143,6 +143,13 @@ def test_flags_and_commands_named_in_the_text_exist(path, known_flags):
 
 
 @pages
+def test_yaml_examples_are_settings(path, tmp_path):
+    for body in blocks(path, "yaml"):
+        (tmp_path / "run.yaml").write_text(body)
+        assert parse_train(["--config", str(tmp_path / "run.yaml")])
+
+
+@pages
 def test_python_compiles_and_what_stands_alone_runs(path):
     code = blocks(path, "python")
     for number, body in enumerate(code):
