@@ -36,14 +36,14 @@ def test_a_printed_config_is_read_back(name, tmp_path, capsys):
     assert parse_train(["--config", str(path)]) == changed
 
 
-@settings(max_examples=200, derandomize=True, database=None, deadline=None)
+@settings(max_examples=60, derandomize=True, database=None, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), st.floats(0, 1))
 def test_any_text_and_number_are_read_back(tmp_path_factory, text, number):
     """Also 'on', '1e5', '- a', line ends and what no screen shows."""
     path = tmp_path_factory.getbasetemp() / "any.yaml"
-    config = c.Config(data=text, optim=c.OptimConfig(eps=number))
-    path.write_bytes(config_file.text(config).encode())
-    assert config_file.update(c.Config(), config_file.read(path), "f") == config
+    for config in (c.DataConfig(exclude_type=text), c.OptimConfig(eps=number)):
+        path.write_bytes(config_file.text(config).encode())
+        assert config_file.update(type(config)(), config_file.read(path), "f") == config
 
 
 @pytest.mark.parametrize("text", ["on", "no", "null", "~", "1", "1e5", ".5", "true", "- a", "a: b",
@@ -129,7 +129,7 @@ def test_the_config_of_a_run_starts_another(tmp_path):
     ("out: !!python/name:os.system", "is not valid YAML .could not determine a constructor"),
     ("out: {", "line 2, column 1 is not valid YAML|line 1, column 7 is not valid YAML"),
     ("out: \0", "is not valid YAML"),
-    ("[" * 5000, "nested too deeply"),
+    ("[" * 1500, "nested too deeply"),
     ("steps: " + "1" * 5000, "is not valid YAML .Exceeds the limit"),
     ("", "must hold settings, as lines of name: value"),
     ("- steps", "must hold settings, as lines of name: value"),
