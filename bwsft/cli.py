@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import itertools
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bwsft.config import Config
 
 USAGE = """usage: bwsft COMMAND [OPTIONS]
 
 commands
-  train PRESET   fine-tune; presets: {presets}
+  train PRESET   fine-tune; presets: {presets};
+                 --config FILE: settings from a YAML or JSON file
   generate       decode prompts with a run, checkpoint or model folder
   chat           talk to a model and watch its tokens being unmasked
   evaluate       Pass@1 on GSM8K- or MATH-shaped files
@@ -46,8 +40,6 @@ COMMANDS = {
     "bench": ("bwsft.commands.bench", "BenchOptions", "run_bench"),
     "demo": ("bwsft.commands.demo", "DemoOptions", "run_demo"),
 }
-
-OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}  # old spelling
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(argv: list[str]) -> int:
+    from bwsft.commands.train import parse_train
+
     config = parse_train(argv)
     from bwsft.training.setup import train
 
@@ -95,51 +89,3 @@ def _run(name: str, argv: list[str]) -> int:
     module, options, run = COMMANDS[name]
     found = importlib.import_module(module)
     return getattr(found, run)(tyro.cli(getattr(found, options), args=argv, prog=f"bwsft {name}"))
-
-
-def parse_train(argv: list[str]) -> Config:
-    """Config of `bwsft train PRESET [--overrides]`.
-
-    With --resume of a started run its stored config is the default, so that the other flags need
-    not be said again.
-    """
-    import tyro
-
-    from bwsft import config as c
-    from bwsft.presets import PRESETS
-
-    argv = with_new_flags(argv)
-    defaults = {name: make() for name, make in PRESETS.items()}
-    stored = _stored_config(argv)
-    if stored is not None and stored.preset in defaults:
-        defaults[stored.preset] = dataclasses.replace(stored, out=None)
-    presets = {n: ((PRESETS[n].__doc__ or ""), d) for n, d in defaults.items()}
-    config = tyro.extras.overridable_config_cli(presets, args=argv, prog="bwsft train")
-    c.validate(config)
-    return config
-
-
-def with_new_flags(argv: list[str]) -> list[str]:
-    """The words of a command line with a flag's name of today for an older one, which a line on
-    stderr names."""
-    words = list(argv)
-    for i, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if (now := OLD_FLAGS.get(flag)) is not None:
-            print(f"{flag} is called {now} now", file=sys.stderr)
-            words[i] = now + equals + value
-    return words
-
-
-def _stored_config(argv: list[str]) -> Config | None:
-    """The config of the run that --resume names."""
-    from bwsft.config import from_json
-    from bwsft.utils.strict_json import read_text
-
-    for word, following in itertools.zip_longest(argv, argv[1:]):
-        flag, equals, value = word.partition("=")
-        folder = value if equals else following
-        if flag == "--resume" and folder is not None:
-            path = Path(folder) / "config.json"
-            return from_json(read_text(path), str(path)) if path.exists() else None
-    return None

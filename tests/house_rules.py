@@ -267,6 +267,16 @@ def no_simple_namespace(sources: dict) -> list[str]:
     ]
 
 
+def lines_end_at_line_feeds(sources: dict) -> list[str]:
+    """utils/lines.py says what a line is; str.splitlines cuts at ten other characters too."""
+    return [
+        f"{path}:{node.lineno}: lines.split in place of splitlines"
+        for path, text in python(sources, "bwsft/")
+        for node in ast.walk(parse(text))
+        if isinstance(node, ast.Attribute) and node.attr == "splitlines"
+    ]
+
+
 def parameters_are_annotated(sources: dict) -> list[str]:
     """In objectives, training, decoding and the kernels' public files: those that __init__ imports
     and those without an underscore."""

@@ -64,10 +64,10 @@ def run_one(name: str, out: Path | None) -> Outcome:
     began = time.monotonic()
     # Its progress would fight with ours for the terminal; the end of it is shown if it fails.
     done = subprocess.run(command, capture_output=True, encoding="utf-8")
-    seconds, lines = time.monotonic() - began, done.stderr.strip().splitlines()
+    seconds, said = time.monotonic() - began, done.stderr.strip().rpartition("\n")[2]
     if done.returncode:
-        return Outcome(name, seconds, None, lines[-1] if lines else f"exit {done.returncode}")
-    return Outcome(name, seconds, json.loads(done.stdout.splitlines()[-1]))
+        return Outcome(name, seconds, None, said or f"exit {done.returncode}")
+    return Outcome(name, seconds, json.loads(done.stdout.strip().rpartition("\n")[2]))
 
 
 def table(outcomes: list[Outcome]) -> str:

@@ -9,6 +9,7 @@ import glob
 import hashlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ def open_source(
     if not isinstance(source, str | Path):
         return _open_object(source, subset, split, usual_split)
     name, path = str(source), Path(source).expanduser()
+    if not name:
+        raise ValueError("the name of the data is empty")
     known = format_of(path)[0] in FORMATS
     if path.is_dir():
         return _open_folder(path, name, subset, split, usual_split)
@@ -90,6 +93,9 @@ def _open_files(paths: list[Path], name: str) -> Source:
             f"{name} has files of several formats ({', '.join(formats)}): choose some by a glob "
             f"such as '*{formats[0]}'"
         )
+    plain = [path.with_suffix("") if format_of(path)[1] else path for path in paths]
+    if twice := [path for path, count in Counter(plain).items() if count > 1]:
+        raise ValueError(f"{name} has {twice[0]} more than once, compressed and not: remove one")
     if not any(path.stat().st_size for path in paths):
         raise ValueError(f"data file {name} is empty")
     asked = Path(name).expanduser()

@@ -36,7 +36,7 @@ def choose(
     if subset is not None and subset not in groups:
         raise ValueError(f"{name} has no folder {subset} with data files, only {_listed(groups)}")
     if subset is None and len(groups) > 1:
-        suffix = next(iter(groups.values()))[0].suffix
+        suffix = "".join(format_of(next(iter(groups.values()))[0]))
         raise ValueError(
             f"{name} has data files in {_listed(groups)}: name one by {SUBSET}, or give a glob "
             f"such as '{name}/**/*{suffix}'"

@@ -129,8 +129,8 @@ def _build(kind: str, found: dict, typed: dict[str, Any], file: Path) -> PreTrai
 
 def _sentence(error: Exception) -> str:
     """The last line of a message: huggingface_hub's strict checks put the reason there."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{lines[-1]:.300}" if lines else type(error).__name__
+    said = [line.strip() for line in str(error).split("\n") if line.strip()]
+    return f"{said[-1]:.300}" if said else type(error).__name__
 
 
 def _complete(config: PreTrainedConfig, facts: Facts, folder: Path) -> PreTrainedConfig:

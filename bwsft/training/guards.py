@@ -137,4 +137,5 @@ def out_of_memory(run: Run, error: torch.OutOfMemoryError) -> str:
         )
     text = " or ".join(advice)
     text = text[:1].upper() + text[1:]
-    return f"{str(error).splitlines()[0]} {used}{text}, and go on with --resume {run.folder}"
+    reason = str(error).partition("\n")[0]
+    return f"{reason} {used}{text}, and go on with --resume {run.folder}"

@@ -34,7 +34,7 @@ FREE_ON_RESUME = set(
     "out resume save_every keep_last grad_checkpointing fused_ops micro_batch_size device parallel "
     "profile trackers watch.spike_factor watch.spike_norm_factor watch.spike_action "
     "watch.spike_window eval.every eval.draws dataset.cache_dir "
-    "data".split()  # moved; the records must be the same
+    "data dataset.subset dataset.split".split()  # moved; the records must be the same
 )
 
 

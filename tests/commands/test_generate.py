@@ -227,7 +227,7 @@ def test_conversations_are_asked_as_they_were_trained(run_folder, tmp_path):
         {"q": "1+1=", "system": "Be brief.", "answer": "2"}, {"question": "1+1="},
     )
     asked = options(run_folder, path, tmp_path, template="chat")
-    with pytest.raises(ValueError, match="record 3 .*keys are .*'q'"):
+    with pytest.raises(ValueError, match="record 3 has 'answer' but no 'question'"):
         infer.read_questions(asked)
     lines = path.read_text().replace('"q"', '"query"')
     path.write_text(lines)
@@ -251,7 +251,7 @@ def test_conversations_are_asked_as_they_were_trained(run_folder, tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ('{"question": "a"}\n{"answer": "b"}\n', "record 2 has 'answer' but no 'question': the prompt is missing"),
+    ('{"question": "a"}\n{"answer": "b"}\n', "record 2 has 'answer' but no 'question'"),
     ('{"question": "a"}\n{"question": {}}\n', "record 2 'question' is an object, expected text"),
     ('{"question": " "}\n', "prompt 1 has no text"),
     ('{"question": "a"}\n{"que', "p.jsonl:2:"),

@@ -71,6 +71,8 @@ def test_unknown_words(arguments, word, capsys, tmp_path, monkeypatch):
     ({"seed": -1}, "--seed must lie in"),
     ({"device": "tpu9"}, "--device tpu9: use auto, cpu, cuda"),
     ({"tokenizer": "/nowhere/at/all"}, "/nowhere/at/all doesn't exist"),
+    ({"dataset": c.DataConfig(split="test")}, "sums.jsonl is one file: --dataset.split"),
+    ({"dataset": c.DataConfig(subset="main")}, "sums.jsonl is one file: --dataset.subset"),
     ({"dataset": c.DataConfig(template="chat", holdout=40)}, "--dataset.holdout 40 leaves"),
 ])
 def test_values_that_no_run_can_use(refuse, changes, word):

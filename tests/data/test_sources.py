@@ -250,6 +250,7 @@ def test_folders(tmp_path, names, parts, expected):
     (["train.jsonl", "test.jsonl"], (None, "dev"), "no split dev: its files are of test, train"),
     (["train.jsonl"], (None, "train[:5]"), r"no slice can be taken: --dataset.limit"),
     (["1.jsonl"], (None, "test"), "no split test: its files are of none"),
+    (["1.jsonl", "1.jsonl.gz"], (), "has .*/1.jsonl more than once, compressed and not"),
     (["1.jsonl", "2.csv"], (), r"of several formats \(.csv, .jsonl\): choose some by a glob"),
 ])
 def test_folders_that_leave_it_open(tmp_path, names, parts, complaint):
@@ -260,7 +261,7 @@ def test_folders_that_leave_it_open(tmp_path, names, parts, complaint):
 def test_globs(tmp_path):
     lay_out(tmp_path, "a/2.jsonl", "a/1.jsonl", "b/3.jsonl", "a/x.csv", "[1].jsonl")
     assert questions(f"{tmp_path}/*/*.jsonl") == ["a/1.jsonl", "a/2.jsonl", "b/3.jsonl"]
-    put(tmp_path / "a/2.jsonl.gz", gzip.compress(LINES))
+    put(tmp_path / "a/4.jsonl.gz", gzip.compress(LINES))
     assert len(questions(tmp_path / "a/*.jsonl*")) == 5
     assert len(questions(f"{tmp_path}/[1].jsonl")) == 1  # the file of that name
     for name, what in (("a/*.jsonl", "a glob"), ("a/1.jsonl", "one file")):

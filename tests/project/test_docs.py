@@ -11,6 +11,7 @@ import pytest
 import tyro
 
 from bwsft import cli
+from bwsft.commands.train import parse_train
 from bwsft.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def bwsft_words(words):
 def parse(words, monkeypatch):
     """Parse a `bwsft` command line without running it."""
     if words[0] == "train":
-        return cli.parse_train(words[1:])
+        return parse_train(words[1:])
     real = tyro.cli
 
     def parsed(*arguments, **options):
@@ -139,6 +140,13 @@ def test_flags_and_commands_named_in_the_text_exist(path, known_flags):
     words = [word for span in spans(path) if span.startswith("--") for word in span.split()]
     assert {w.partition("=")[0] for w in words if w.startswith("--")} <= known_flags
     assert {m[1] for span in spans(path) if (m := re.match(r"bwsft ([a-z]+)", span))} <= COMMANDS
+
+
+@pages
+def test_yaml_examples_are_settings(path, tmp_path):
+    for body in blocks(path, "yaml"):
+        (tmp_path / "run.yaml").write_text(body)
+        assert parse_train(["--config", str(tmp_path / "run.yaml")])
 
 
 @pages

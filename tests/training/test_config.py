@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from bwsft import cli, presets
 from bwsft import config as c
-from bwsft.cli import main, parse_train
+from bwsft import presets
+from bwsft.cli import main
+from bwsft.commands.train import parse_train
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -65,6 +66,6 @@ def test_interrupted_before_a_run_can_save(monkeypatch, capsys):
 
 def test_an_old_flag_works_and_names_the_new_one(capsys):
     old = ["--objective.name", "mdlm", "--objective.mdlm.normalise", "sequence"]  # old spelling
-    assert cli.parse_train(["debug", *old]).objective.mdlm.normalize == "sequence"
+    assert parse_train(["debug", *old]).objective.mdlm.normalize == "sequence"
     flag = "--objective.mdlm.normalise"  # old spelling
     assert f"{flag} is called --objective.mdlm.normalize now" in capsys.readouterr().err
