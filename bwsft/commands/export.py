@@ -19,7 +19,14 @@ from torch import Tensor
 from bwsft.checkpoints.generation_config import write_generation_config
 from bwsft.checkpoints.resolve import Trained, adapter_base, load_trained
 from bwsft.checkpoints.shards import read_rows, read_tensor, write_shards
-from bwsft.commands.export_files import HUB_ID, Origin, origin_of, write_code, write_tokenizer
+from bwsft.commands.export_files import (
+    HUB_ID,
+    Origin,
+    origin_of,
+    spell_config,
+    write_code,
+    write_tokenizer,
+)
 from bwsft.commands.model_card import model_card
 from bwsft.models.backbone import Backbone
 from bwsft.models.loading import model_folder
@@ -193,6 +200,7 @@ def write_description(trained: Trained, origin: Origin, folder: Path, name: str)
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+    spell_config(folder / "config.json")
     write_tokenizer(trained, origin.tokenizer, folder)
     # What was guessed stays unsaid.
     contract = None if trained.assumed else trained.contract

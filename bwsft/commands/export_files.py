@@ -119,6 +119,19 @@ def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def spell_config(file: Path) -> None:
+    """Say what config.json says in names of transformers 5 alone in those of 4 too, which would
+    take its defaults instead."""
+    config = strict_json.read_object(file)
+    more: dict[str, Any] = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    rope = dict(config.get("rope_parameters") or {})
+    if (theta := rope.pop("rope_theta", None)) is not None:
+        plain = rope.get("rope_type", "default") == "default"
+        more |= {"rope_theta": theta, "rope_scaling": None if plain else rope}
+    if more:
+        file.write_text(json.dumps(config | more, indent=2, sort_keys=True) + "\n")
+
+
 def write_code(config: Any, origin: Origin, folder: Path) -> None:
     """Copy the Python files beside the model that was trained, packages too, and those beside its
     tokenizer; `auto_map` of a config names them, or the repository they are in, or goes."""

@@ -5,10 +5,10 @@ import sys
 
 import torch
 import transformers
-from transformers import AutoModel, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig
 
 
-def opened(folder, text, ids, with_model):
+def opened(folder, text, ids, what):
     words = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     settings = GenerationConfig.from_pretrained(folder)
     turn = [{"role": "user", "content": text}]
@@ -21,7 +21,10 @@ def opened(folder, text, ids, with_model):
         "kept": settings.bwsft["template"],
         "class": type(words).__name__,
     }  # fmt: skip
-    if with_model:
+    if what != "tokenizer":
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        found["config"] = [config.rope_theta, str(config.torch_dtype).removeprefix("torch.")]
+    if what == "model":
         model, report = AutoModel.from_pretrained(
             folder, trust_remote_code=True, torch_dtype=torch.float32, output_loading_info=True
         )
@@ -36,5 +39,5 @@ def opened(folder, text, ids, with_model):
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
-    answers = {f: opened(f, asked["text"], asked["ids"], m) for f, m in asked["folders"].items()}
+    answers = {f: opened(f, asked["text"], asked["ids"], w) for f, w in asked["folders"].items()}
     print(json.dumps({"version": transformers.__version__, "folders": answers}))
