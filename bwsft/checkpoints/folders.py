@@ -1,8 +1,8 @@
 """Writes, checks and prunes checkpoints: folders `checkpoints/step-N`, whole or not there at all.
 
 It holds the adapter (PEFT layout) or the full model (official layout), the tokenizer,
-optimizer.safetensors, state.json (step, config, data fingerprint, family) and manifest.json with
-size and SHA-256 of every other file. No pickle.
+generation_config.json (how to decode), optimizer.safetensors, state.json (step, config, data
+fingerprint, family) and manifest.json with size and SHA-256 of every other file. No pickle.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bwsft.checkpoints.generation_config import contract_of_state, write_generation_config
 from bwsft.checkpoints.optimizer_state import OPTIMIZER, moments
 from bwsft.checkpoints.state import STATE
 from bwsft.models.backbone import Backbone
@@ -52,6 +53,7 @@ def save_checkpoint(
         with folder_atomic(path) as folder:
             save_model(backbone.model, folder, weights)
             save_tokenizer(tokenizer, folder)
+            write_generation_config(folder, backbone, contract_of_state(state))
             save_file(tensors, folder / OPTIMIZER)
             write_atomic(folder / STATE, json.dumps(state, indent=2))
             _write_manifest(folder)

@@ -14,13 +14,17 @@ import torch
 
 from bwsft import config as c
 from bwsft.checkpoints.folders import MANIFEST, newest_complete, problems
+from bwsft.checkpoints.generation_config import (
+    DecodingContract,
+    contract_of_state,
+    read_contract,
+)
 from bwsft.checkpoints.state import STATE, read_state
-from bwsft.data.chat_template import Template
-from bwsft.data.tokenizer import add_mask_token, load_tokenizer, mask_id_for, merged_end_ids
+from bwsft.data.tokenizer import add_mask_token, load_tokenizer, mask_id_for
 from bwsft.models.backbone import Backbone, Family, check_context
 from bwsft.models.families import Facts, family_of
 from bwsft.models.llada_config import LladaConfig
-from bwsft.models.loading import load_backbone, new_backbone, read_family
+from bwsft.models.loading import load_backbone, model_folder, new_backbone, read_family
 from bwsft.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
 from bwsft.models.quantization import quantize, require_bitsandbytes
 from bwsft.utils.devices import pick_device
@@ -30,6 +34,8 @@ TINY = Path(__file__).parents[1] / "tiny"
 EMBEDDED = "embedded"
 # Folder of a run that holds the random model under its adapter.
 OWN_BASE = "base"
+# What a foreign model does not say, and a user can.
+GUESSED = ("template", "context", "block_size", "gen_length")
 
 
 @dataclass(frozen=True)
@@ -176,10 +182,10 @@ class Trained:
     tokenizer: Any
     state: dict | None
     folder: str
-
-    def template(self) -> str:
-        """The prompt template it was trained with; "metamath" for a foreign checkpoint."""
-        return self.state["config"]["dataset"]["template"] if self.state else "metamath"
+    contract: DecodingContract
+    """How to decode it."""
+    assumed: tuple[str, ...] = ()
+    """Fields of the contract that nothing says: the model is a foreign one."""
 
 
 def load_trained(
@@ -196,10 +202,9 @@ def load_trained(
     adapter = (Path(source) / "adapter_config.json").exists()
     base = adapter_base(source, state) if adapter else source
     words = load_tokenizer(tokenizer or source)
-    facts = Facts.of_tokenizer(words)
-    if state is not None:  # an adapter's base may not know its [MASK]
-        saved = state["family"]
-        facts = Facts(saved["mask_id"], saved["logit_shift"], saved["eos_id"])
+    contract, facts = known_contract(source, state), Facts.of_tokenizer(words)
+    if contract is not None:  # an adapter's base may not know its [MASK]
+        facts = Facts(contract.mask_id, contract.logit_shift, facts.eos_id)
     try:
         backbone = load_backbone(base, dtype=dtype, device=place, facts=facts)
     except FileNotFoundError as error:
@@ -208,13 +213,38 @@ def load_trained(
         raise FileNotFoundError(f"{error}; it is the base of the adapter in {source}") from error
     if adapter:
         load_adapter(backbone, source)
-    if state is not None:
-        backbone.family = Family(**(saved | {"end_ids": tuple(saved["end_ids"])}))
-        note_block_size(backbone, state["config"]["block_size"])
+    assumed = ()
+    if contract is not None:
+        contract.check(backbone.family, source)
+        note_block_size(backbone, contract.block_size)
     else:
-        end_ids = merged_end_ids(Template(words, "metamath").end_ids, backbone.family.end_ids)
-        backbone.family = dataclasses.replace(backbone.family, end_ids=end_ids)
-    return Trained(backbone.eval(), words, state, source)
+        contract, assumed = assumed_contract(backbone, words)
+    backbone.family = dataclasses.replace(backbone.family, end_ids=contract.end_ids)
+    return Trained(backbone.eval(), words, state, source, contract, assumed)
+
+
+def known_contract(source: str, state: dict | None) -> DecodingContract | None:
+    """How the model of `locate` is to be decoded, where it says so: in its generation_config.json
+    or, in older checkpoints, in their state alone."""
+    contract = read_contract(source if state else model_folder(source))
+    return contract_of_state(state) if contract is None and state else contract
+
+
+def assumed_contract(
+    backbone: Backbone, tokenizer: Any
+) -> tuple[DecodingContract, tuple[str, ...]]:
+    """(what is taken for the contract of a foreign model, the names of what is a mere guess)."""
+    family = backbone.family
+    block_causal = family.attention == "block_causal"  # it can decode in no other mode
+    made_for = getattr(backbone.base_model.config, "block_size", None)  # SDAR's
+    size = made_for or c.Config.block_size
+    config = c.Config(
+        block_size=size, gen_length=-(-c.Config.gen_length // size) * size,
+        context="block_causal" if block_causal else "exact",
+    )  # fmt: skip
+    known = ["context"] * block_causal + ["block_size"] * (made_for is not None)
+    guesses = (name for name in GUESSED if name not in known)
+    return DecodingContract.of(config, family, tokenizer), tuple(guesses)
 
 
 def adapter_base(source: str, state: dict | None) -> str:

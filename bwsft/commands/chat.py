@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import Decoder, DecoderOptions, context_hint
+from bwsft.decoding.pipeline import Decoder, DecoderOptions
 from bwsft.decoding.request import check_modes, check_request
 from bwsft.decoding.result import Commit, Generation, OnCommit
 
@@ -165,7 +165,7 @@ class Conversation:
         config = dataclasses.replace(self.decoder.config, **{SETTINGS[name]: value})
         check_modes(self.decoder.trained.backbone.family, config)
         self.decoder = dataclasses.replace(self.decoder, config=config)
-        hint = context_hint(self.decoder.trained_in, config.context) if name == "context" else None
+        hint = self.decoder.hint() if name == "context" else None
         return self.shown(name) + (f"; {hint}" if hint else "")
 
     def shown(self, name: str) -> str:

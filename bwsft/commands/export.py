@@ -5,21 +5,29 @@ The model is built without its weights, which stream from the stored files into 
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import huggingface_hub
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
 
-from bwsft.checkpoints.folders import save_tokenizer
+from bwsft.checkpoints.generation_config import write_generation_config
 from bwsft.checkpoints.resolve import Trained, adapter_base, load_trained
 from bwsft.checkpoints.shards import read_rows, read_tensor, write_shards
+from bwsft.commands.export_files import (
+    HUB_ID,
+    Origin,
+    origin_of,
+    spell_config,
+    write_code,
+    write_tokenizer,
+)
+from bwsft.commands.model_card import model_card
 from bwsft.models.backbone import Backbone
 from bwsft.models.loading import model_folder
 from bwsft.models.lora import ADAPTER
@@ -40,6 +48,11 @@ class ExportOptions:
     float32, rounded once), and that of the checkpoint otherwise."""
     shard_size: str = "5GB"
     """Largest file of weights, in KB, MB, GB or TB; a smaller model is one file."""
+    push: str | None = None
+    """ORG/NAME of a repository on the Hugging Face Hub to upload the folder to; it is made if it
+    does not exist."""
+    private: bool = False
+    """Make that repository a private one."""
 
 
 def run_export(options: ExportOptions) -> int:
@@ -51,6 +64,10 @@ def run_export(options: ExportOptions) -> int:
     out = Path(options.out)
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists: name a folder that does not")
+    if options.push is not None and not HUB_ID.fullmatch(options.push):
+        raise ValueError(f"--push {options.push!r} is no ORG/NAME")
+    if options.private and options.push is None:
+        raise ValueError("--private is about the repository that --push ORG/NAME makes")
     with warnings.catch_warnings():
         # Of weights that go nowhere, which is what the meta device is for.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
@@ -59,9 +76,12 @@ def run_export(options: ExportOptions) -> int:
     target = getattr(torch, options.dtype) if options.dtype else stored
     weights = Weights(trained, stored, target)
     with naming(out), folder_atomic(out) as folder:
-        write_description(trained, code_origin(options.model, trained), folder)
+        origin = origin_of(options.model, trained)
+        write_description(trained, origin, folder, options.push or out.name)
         write_shards(folder, weights.tensors, weights.chunks, options.shard_size)
     report(trained, out, target, weights.lost())
+    if options.push is not None:
+        push(out, options)
     return 0
 
 
@@ -173,45 +193,34 @@ def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]
     return places
 
 
-def code_origin(model: str, trained: Trained) -> str | None:
-    """Folder or Hub id of the model that was trained: its own modeling code may be there."""
-    if (Path(trained.folder) / "adapter_config.json").exists():
-        return adapter_base(trained.folder, trained.state)
-    return trained.state["config"]["model"] if trained.state else model
-
-
-def write_description(trained: Trained, origin: str | None, folder: Path) -> None:
-    """Config, tokenizer and generation config; the official code where it is at hand."""
-    model, family = trained.backbone.model, trained.backbone.family
-    keep_code(model.config, origin, folder)
+def write_description(trained: Trained, origin: Origin, folder: Path, name: str) -> None:
+    """Config, tokenizer, generation config, model card; the official code where it is at hand."""
+    model = trained.backbone.model
+    write_code(model.config, origin, folder)
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    save_tokenizer(trained.tokenizer, folder)
-    generation = {"eos_token_id": list(family.end_ids), "pad_token_id": model.config.pad_token_id}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    spell_config(folder / "config.json")
+    write_tokenizer(trained, origin.tokenizer, folder)
+    # What was guessed stays unsaid.
+    contract = None if trained.assumed else trained.contract
+    write_generation_config(folder, trained.backbone, contract)
+    (folder / "README.md").write_text(model_card(trained, origin, name), encoding="utf-8")
 
 
-def keep_code(config: Any, origin: str | None, folder: Path) -> None:
-    """Copy the modeling code that config.json's auto_map names, or name its repository instead;
-    without either, auto_map would point at files that are not there and goes."""
-    named = getattr(config, "auto_map", None)
-    if not named:
-        return
-    if not all(re.fullmatch(r"([\w./-]+--)?\w+\.\w+", target) for target in named.values()):
-        raise ValueError(f"auto_map of {origin}'s config.json names no classes: {named}")
-    files = {f"{target.split('.')[0]}.py" for target in named.values() if "--" not in target}
-    source = Path(origin or "")
-    if origin and all((source / file).is_file() for file in files):
-        for file in files:
-            shutil.copyfile(source / file, folder / file)
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", origin or "") and not source.exists():
-        config.auto_map = {
-            auto: target if "--" in target else f"{origin}--{target}"
-            for auto, target in named.items()
-        }
-    else:
-        del config.auto_map
+def push(folder: Path, options: ExportOptions) -> None:
+    """Upload the folder to the Hub; ValueError, with what to do, where that fails."""
+    try:
+        hub = huggingface_hub.HfApi()
+        hub.create_repo(options.push, private=options.private, exist_ok=True)
+        hub.upload_folder(repo_id=options.push, folder_path=str(folder))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{folder} is written, but could not be pushed to {options.push} ({reason}): log in "
+            f"with `hf auth login`, then `hf upload {options.push} {folder}`"
+        ) from error
+    print(f"pushed: https://huggingface.co/{options.push}")
 
 
 def report(trained: Trained, out: Path, target: torch.dtype, lost: float | None) -> None:
@@ -224,10 +233,10 @@ def report(trained: Trained, out: Path, target: torch.dtype, lost: float | None)
             f"rounding to {dtype} moved the adapter's update by {lost:.2%} of its norm "
             "(--dtype float32 keeps it)"
         )
-    if trained.state:
-        config = trained.state["config"]
+    if not trained.assumed:
+        contract = trained.contract
         print(
-            f"decode as trained: bwsft generate --model {out} --template {trained.template()} "
-            f"--gen-length {config['gen_length']} --block-size {config['block_size']} "
-            f"--context {config['context']}"
+            f"bwsft generate --model {out} decodes as it was trained: --template "
+            f"{contract.template} --gen-length {contract.gen_length} --block-size "
+            f"{contract.block_size} --context {contract.context}"
         )

@@ -50,7 +50,8 @@ class Template:
     is) or "none" (the user's text alone, no chat template). metamath does without a chat template
     where the tokenizer has none. `args`: arguments of the chat template, as
     "enable_thinking=false,style=brief". `end_id` ends every answer: the template's end of turn
-    where it has one, else EOS; decoding stops at any of `end_ids`.
+    where it has one, else EOS; decoding stops at any of `end_ids`. `first_ids`, such as BOS, begin
+    every prompt that no chat template writes.
     """
 
     def __init__(self, tokenizer: Any, name: str = "metamath", args: str | None = None):
@@ -67,7 +68,7 @@ class Template:
         names = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._renamed: Any = None
-        self._first_ids = [] if self._chat else first_ids(tokenizer)
+        self.first_ids = [] if self._chat else first_ids(tokenizer)
         self._end, self._tail, self.lead = self._find_end()
         self.end_id = self._special[self._end][0] if self._end else tokenizer.eos_token_id
         self.end_ids = merged_end_ids([self.end_id, tokenizer.eos_token_id])
@@ -89,7 +90,7 @@ class Template:
         ids |= self._text_ids(alone)
         return [
             (
-                [*self._first_ids, *ids[p.prompt, p.marked]],
+                [*self.first_ids, *ids[p.prompt, p.marked]],
                 [*(ids[p.response, p.marked] if s is None else s), self.end_id],
             )
             for p, s in zip(prepared, split, strict=True)

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from tqdm import tqdm
 
-from bwsft import presets
 from bwsft.checkpoints.resolve import Trained, load_trained
 from bwsft.data.chat_template import Prompt, Template
 from bwsft.data.tokenizer import load_tokenizer
@@ -39,6 +38,8 @@ class DecoderOptions(DecodeSettings):
     """Tokenizer folder or Hub id; default: the model's own."""
     template: Literal["metamath", "chat", "none"] | None = None
     """Text around a prompt; default: what the model was trained with, else metamath."""
+    template_args: str | None = None
+    """Arguments of the chat template, as name=value,...; default: those of the training."""
     verifier: str | None = None
     """Rule apd: folder or Hub id of a causal LM with the model's vocabulary."""
     fused_ops: Literal["auto", "on", "off"] = "auto"
@@ -71,32 +72,47 @@ class Decoder:
     template: Template
     config: DecodeConfig
     verifier: Verifier | None = None
-    trained_in: str | None = None  # context mode of the model's training, where it says so
 
     @classmethod
-    def load(cls, model: str | None, options: DecoderOptions) -> Decoder:
+    def load(
+        cls, model: str | None, options: DecoderOptions, template: str = "metamath"
+    ) -> Decoder:
+        """Load a model; what the options leave open is as its folder says, and `template` is that
+        of a folder that says nothing. What had to be guessed is said on stderr."""
         settings = chosen_settings(options)
         dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
         trained = load_trained(
             model, tokenizer=options.tokenizer, device=options.device, dtype=dtype
         )
         trained.backbone.set_fused_ops(options.fused_ops)
-        training = training_config(model, trained)
-        if trained.backbone.family.attention == "block_causal":  # it can decode in no other mode
-            settings.setdefault("context", "block_causal")
+        if "template" in trained.assumed:
+            contract = dataclasses.replace(trained.contract, template=template)
+            trained = dataclasses.replace(trained, contract=contract)
+        given = settings.keys() | ({"template"} if options.template else set())
         for name in FROM_TRAINING:
-            settings.setdefault(name, training.get(name, getattr(DecodeConfig, name)))
+            settings.setdefault(name, getattr(trained.contract, name))
         check_context(trained.backbone.family, settings["context"])
-        made_for, size = training.get("block_size"), settings["block_size"]
-        if trained.backbone.family.attention == "block_causal" and made_for not in (None, size):
-            print(f"the model was made for blocks of {made_for}, not {size}", file=sys.stderr)
-        trained_in = training.get("context")
-        if hint := context_hint(trained_in, settings["context"]):
-            print(hint, file=sys.stderr)
         config = DecodeConfig(**settings)
-        verifier = options.verifier and load_verifier_for(trained, options.verifier)
-        name = options.template or training.get("dataset", {}).get("template", "metamath")
-        return cls(trained, Template(trained.tokenizer, name), config, verifier, trained_in)
+        name = options.template or trained.contract.template
+        args = options.template_args
+        args = trained.contract.template_args if args is None else args
+        decoder = cls(
+            trained, Template(trained.tokenizer, name, args), config,
+            options.verifier and load_verifier_for(trained, options.verifier),
+        )  # fmt: skip
+        for hint in (assumptions(trained, given), block_hint(trained, config), decoder.hint()):
+            if hint:
+                print(hint, file=sys.stderr)
+        return decoder
+
+    def hint(self) -> str | None:
+        """What a user should know of the context mode, in a line."""
+        trained, chosen = self.trained.contract.context, self.config.context
+        if "context" in self.trained.assumed or trained == chosen:
+            return None
+        if (trained, chosen) == ("exact", "prefix"):
+            return None
+        return f"the model was trained with --context {trained} and decodes with {chosen}"
 
     def encode(self, questions: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of the prompts (texts, or turns of a conversation); ValueError for one that the
@@ -138,6 +154,7 @@ class Decoder:
         settings = dataclasses.asdict(self.config) | {
             "model": place_of(self.trained.folder),
             "template": self.template.name,
+            "template_args": self.template.args,
             "dtype": str(self.trained.backbone.head()[0].dtype),
             "end_ids": self.trained.backbone.family.end_ids,
         }
@@ -153,15 +170,25 @@ def place_of(model: str | Path) -> str:
     return str(folder.resolve() if folder.exists() else folder)
 
 
-def training_config(model: str | None, trained: Trained) -> dict:
-    """What is known of the config that the model was trained with: all of a run's, the block size
-    that SDAR's config.json names. The embedded base is made for the debug preset."""
-    if trained.state:
-        return trained.state["config"]
-    if model is None:
-        return dataclasses.asdict(presets.debug())
-    size = getattr(trained.backbone.base_model.config, "block_size", None)
-    return {} if size is None else {"block_size": size}
+def assumptions(trained: Trained, given: Collection[str]) -> str | None:
+    """What was guessed of a foreign model's training, as options that would say it."""
+    guessed = [name for name in trained.assumed if name not in given]
+    if not guessed:
+        return None
+    options = ", ".join(
+        f"--{name.replace('_', '-')} {getattr(trained.contract, name)}" for name in guessed
+    )
+    faster = " (--context prefix is faster and approximate)" if "context" in guessed else ""
+    return f"{trained.folder} does not say how it was trained; assumed: {options}{faster}"
+
+
+def block_hint(trained: Trained, config: DecodeConfig) -> str | None:
+    made_for = trained.contract.block_size
+    if trained.backbone.family.attention != "block_causal" or "block_size" in trained.assumed:
+        return None
+    if made_for == config.block_size:
+        return None
+    return f"the model was made for blocks of {made_for}, not {config.block_size}"
 
 
 def load_verifier_for(trained: Trained, path: str) -> Verifier:
@@ -202,18 +229,6 @@ def chosen_settings(options: DecoderOptions) -> dict:
     if method.needs_verifier and not options.verifier:
         raise ValueError("--rule apd needs --verifier DIR, a causal LM with the model's vocabulary")
     return settings
-
-
-def context_hint(trained: str | None, chosen: str) -> str | None:
-    """What a user should know of a context mode, in a line."""
-    if (trained, chosen) == (None, "exact"):
-        return (
-            "the model does not say how it was trained: decoding with --context exact; --context "
-            "prefix is faster and approximate"
-        )
-    if trained in (None, chosen) or (trained, chosen) == ("exact", "prefix"):
-        return None
-    return f"the model was trained with --context {trained} and decodes with {chosen}"
 
 
 def in_order(results: Iterator[tuple[int, Generation]]) -> Iterator[Generation]:

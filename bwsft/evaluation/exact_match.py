@@ -25,7 +25,7 @@ def solve(
     """
     template = Template(trained.tokenizer, config.dataset.template, config.dataset.template_args)
     prompts = template.encode_prompts([p["query"] for p in problems])
-    context = context or (trained.state["config"]["context"] if trained.state else "exact")
+    context = context or trained.contract.context
     decode = DecodeConfig(config.gen_length, config.block_size, context=context, batch_size=50)
     stream = decode_stream(trained.backbone, prompts, decode, trace=True)
     found = dict(tqdm(stream, total=len(problems), desc=f"decoding, {name}"))

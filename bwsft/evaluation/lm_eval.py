@@ -1,7 +1,7 @@
 """bwsft models in EleutherAI's lm-evaluation-harness, as model "bwsft".
 
     python -m bwsft.lm_eval_model run --model bwsft --tasks gsm8k \\
-        --model_args pretrained=RUN_OR_FOLDER,template=metamath,context=cached
+        --model_args pretrained=RUN_OR_FOLDER
 
 is the harness' own command line with this model known to it; `import bwsft.evaluation.lm_eval`
 does the same for `lm_eval.simple_evaluate(model="bwsft", ...)`. Needs `pip install bwsft[lm-eval]`.
@@ -10,12 +10,14 @@ does the same for `lm_eval.simple_evaluate(model="bwsft", ...)`. Needs `pip inst
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from bwsft.data.chat_template import Template
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
@@ -45,9 +47,11 @@ class BwsftLM(TemplateLM):
     draws, estimator, likelihood_seed: as in likelihood.py. blockwise: likelihoods block by block
     with the decoder's block size and canvas, not of the whole continuation in any order. greedy:
     also decode, to tell whether a continuation is the one that decoding gives (one pass per token;
-    False says so of none). template: none is the text as the harness made it, special tokens of
-    --apply_chat_template included; metamath and chat put the model's training prompt around it.
-    Every other option is one of `bwsft generate` (DecoderOptions). ValueError for an unknown one.
+    False says so of none). template: the prompt that is put around the harness' text, by default
+    the one that the model was trained with, so that answers are those of `bwsft evaluate`; none,
+    the text as the harness made it, where the model's folder does not say or the harness renders
+    (--apply_chat_template). Every other option is one of `bwsft generate` (DecoderOptions).
+    ValueError for an unknown one.
     """
 
     def __init__(
@@ -66,11 +70,12 @@ class BwsftLM(TemplateLM):
         if options.get("batch_size") == "auto":
             raise ValueError("batch_size auto is not supported: give a number of prompts")
         options["batch_size"] = int(options.get("batch_size", BATCH))
-        options.setdefault("template", "none")
         if str(options.get("device")).startswith("cuda") and not torch.cuda.is_available():
             options["device"] = "cpu"  # the harness' command line says cuda:0 unless told otherwise
         _known(options, OPTIONS, "model_args")
-        self.decoder = Decoder.load(pretrained, DecoderOptions(**options))
+        chosen = DecoderOptions(**options)
+        self.template_asked = chosen.template
+        self.decoder = Decoder.load(pretrained, chosen, template="none")
         if (context := self.decoder.config.context) != "exact":
             logger.warning(
                 "answers are decoded under context %s, likelihoods are bounds under context exact",
@@ -102,18 +107,46 @@ class BwsftLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        self._harness_renders()
+        return self.renderer.render(chat_history, (), add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The harness asks for it, to log it, where it renders; rendered prompts may then come
+        from its cache."""
+        if chat_template:
+            self._harness_renders()
+        return super().chat_template(chat_template)
+
+    def _harness_renders(self) -> None:
+        """Put nothing around the prompts; ValueError where that was asked for."""
+        if self.template_asked not in (None, "none"):
+            raise ValueError(
+                f"template={self.template_asked} puts a prompt around the text that "
+                "--apply_chat_template has rendered: leave one of them out"
+            )
+        template = Template(self.tokenizer, "none")
+        template.first_ids = []  # the chat template prints what it needs
+        self.decoder = dataclasses.replace(self.decoder, template=template)
+
+    @functools.cached_property
+    def renderer(self) -> Template:
+        """The chat template with the arguments of the training."""
+        return Template(self.tokenizer, "chat", self.decoder.trained.contract.template_args)
 
     def _prompt(self, context: str) -> list[int]:
         if self.decoder.template.name == "none":
-            return self.tok_encode(context)
+            return self._begun(self.tok_encode(context))
         return self.decoder.template.encode_prompts([context])[0]
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """The ids of a text with those that begin every prompt, such as BOS, once."""
+        first = self.decoder.template.first_ids
+        return ids if ids[: len(first)] == first else [*first, *ids]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if self.decoder.template.name == "none":
-            return super()._encode_pair(context, continuation)
+            prompt, answer = super()._encode_pair(context, continuation)
+            return self._begun(prompt), answer
         return self._prompt(context), self.tok_encode(continuation)  # apart, as in training
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

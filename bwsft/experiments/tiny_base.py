@@ -71,14 +71,15 @@ def embed(checkpoint: Path, folder: Path) -> None:
     """Store a checkpoint's model in bf16, with its tokenizer, as the embedded base."""
     import torch
 
-    from bwsft.data.tokenizer import load_tokenizer
-    from bwsft.models.loading import load_backbone
+    from bwsft.checkpoints.generation_config import write_generation_config
+    from bwsft.checkpoints.resolve import load_trained
     from bwsft.utils.files import folder_atomic
 
-    backbone = load_backbone(checkpoint, dtype=torch.bfloat16)
+    trained = load_trained(str(checkpoint), device="cpu", dtype=torch.bfloat16)
     with folder_atomic(folder) as part:
-        backbone.model.save_pretrained(part)
-        load_tokenizer(checkpoint).save_pretrained(part)
+        trained.backbone.model.save_pretrained(part)
+        trained.tokenizer.save_pretrained(part)
+        write_generation_config(part, trained.backbone, trained.contract)
 
 
 def main(argv: list[str] | None = None) -> int:

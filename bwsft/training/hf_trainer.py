@@ -29,6 +29,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from bwsft import config as c
+from bwsft.checkpoints.generation_config import DecodingContract, write_generation_config
 from bwsft.data.packing import Batch, CanvasLayout, Example, order, pack
 from bwsft.models.backbone import check_context
 from bwsft.models.loading import as_backbone
@@ -174,6 +175,16 @@ class BlockwiseTrainer(Trainer):
                 part = part.detach()
             total = total + part
         return total
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """As the Trainer's; the folder also says how to decode the model."""
+        super()._save(output_dir, state_dict)
+        family = self.backbone.family
+        try:
+            contract = DecodingContract.of(self.config, family, self.processing_class)
+        except ValueError:  # the user's own examples, which this template cannot make
+            contract = DecodingContract.of(self.config, family)
+        write_generation_config(output_dir or self.args.output_dir, self.backbone, contract)
 
     @torch.no_grad()
     def prediction_step(

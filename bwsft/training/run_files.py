@@ -112,6 +112,9 @@ class RunFiles:
             "config": json.loads(c.to_json(run.config)),
             "data": run.data.examples.fingerprint,
             "base": self.base,
+            "examples": {
+                "train": len(run.data.train_index), "held_out": len(run.data.holdout_index)
+            },
             "device": device_name(run.device),
         }
         model = run.backbone, self.tokenizer, run.optimizer

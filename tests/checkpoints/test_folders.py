@@ -23,6 +23,12 @@ from bwsft.utils import files
 LORA = c.LoraConfig(rank=3, alpha=6.0, dropout=0.3)
 
 
+def save_again(run, step):
+    state = {"config": json.loads(c.to_json(run.config)), "data": "d", "base": run.files.base}
+    model = run.backbone, run.files.tokenizer, run.optimizer
+    return k.save_checkpoint(run.folder, step, *model, state)
+
+
 @pytest.fixture
 def saved(tiny, make_run):
     """saved(step, **changes) -> (run after two updates, its checkpoint folder)."""
@@ -31,11 +37,7 @@ def saved(tiny, make_run):
         run = make_run(tiny(**changes))
         for index in range(2):
             t.train_step(run, index)
-        state = {"config": json.loads(c.to_json(run.config)), "data": "d", "base": run.files.base}
-        path = k.save_checkpoint(
-            run.folder, step, run.backbone, run.files.tokenizer, run.optimizer, state
-        )
-        return run, path
+        return run, save_again(run, step)
 
     return save
 
@@ -85,7 +87,7 @@ def test_a_checkpoint_holds_the_documented_files(saved, capfd):
     _, full = saved()
     common = {
         "manifest.json", "optimizer.safetensors", "state.json", "tokenizer.json",
-        "tokenizer_config.json", "chat_template.jinja",
+        "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
     }
     assert set(os.listdir(full)) == common | {"config.json", "model.safetensors"}
     run, adapter = saved(lora=LORA, out=f"{full.parent.parent}-lora")
@@ -107,7 +109,7 @@ def test_every_bit_of_a_full_model_comes_back(saved):
         assert torch.equal(ours, theirs), name
     trained = load_trained(str(path), device="cpu")
     assert trained.backbone.family == run.backbone.family and not trained.backbone.training
-    assert trained.template() == "chat"
+    assert trained.contract.template == "chat" and not trained.assumed
 
 
 def test_every_bit_of_an_adapter_comes_back(saved, make_run):
@@ -178,8 +180,7 @@ def test_a_full_disk_leaves_the_old_checkpoints_alone(saved, monkeypatch, snapsh
     for step in (2, 3):
         message = f"step-{step} could not be written.*No space.*--resume {run.folder}"
         with pytest.raises(OSError, match=message):
-            model = run.backbone, run.files.tokenizer, run.optimizer
-            k.save_checkpoint(run.folder, step, *model, {})
+            save_again(run, step)
         assert snapshot(run.folder) == before
     assert os.listdir(run.folder / "checkpoints") == ["step-2"]
 
@@ -188,8 +189,7 @@ def test_a_torn_folder_is_replaced(saved):
     run, path = saved()
     (path / "state.json").write_text("torn")
     (path / "stray").write_text("x")
-    again = k.save_checkpoint(run.folder, 2, run.backbone, run.files.tokenizer, run.optimizer, {})
-    assert again == path and k.problems(path) is None and not (path / "stray").exists()
+    assert save_again(run, 2) == path and k.problems(path) is None and not (path / "stray").exists()
 
 
 # --- finding ---

@@ -155,7 +155,10 @@ def test_a_context_that_the_model_cannot_have_is_refused(conversation):
 
 def test_a_context_that_is_not_the_trained_one_is_named(conversation):
     now = conversation()
-    now.decoder = dataclasses.replace(now.decoder, trained_in="block_causal")
+    trained = now.decoder.trained
+    contract = dataclasses.replace(trained.contract, context="block_causal")
+    trained = dataclasses.replace(trained, contract=contract, assumed=())
+    now.decoder = dataclasses.replace(now.decoder, trained=trained)
     assert now.command("/context cached") == (
         "context: cached; the model was trained with --context block_causal and decodes with cached"
     )

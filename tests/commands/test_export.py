@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_folders import run_of
+from transformers import GenerationConfig
 
 from bwsft import config as c
 from bwsft import presets
@@ -161,11 +162,21 @@ def test_the_folder_is_complete(adapter, tmp_path, capsys):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "chat_template.jinja", "generation_config.json",
+        "chat_template.jinja", "generation_config.json", "README.md",
     }  # fmt: skip
-    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {
-        "eos_token_id": [258, 256], "pad_token_id": 256
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert written.pop("bwsft") == {
+        "template": "none", "template_args": None, "context": "exact", "block_size": 6,
+        "gen_length": 24, "canvas": "fixed", "block_origin": "response", "end_ids": [258, 256],
+        "logit_shift": 0, "mask_id": 257,
     }  # fmt: skip
+    assert written == {
+        "eos_token_id": [258, 256], "pad_token_id": 256, "mask_token_id": 257, "mask_id": 257,
+        "block_size": 6, "block_length": 6, "gen_length": 24, "steps": 24,
+        "remasking": "low_confidence",
+    }  # fmt: skip
+    settings = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (settings.steps, settings.mask_id, settings.bwsft["block_size"]) == (24, 257, 6)
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
     backbone = load_backbone(tmp_path / "out")
     assert set(backbone.family.end_ids) == {256, 258} and backbone.model.dtype == torch.bfloat16
@@ -373,25 +384,3 @@ def test_memory_stays_below_a_shard(make, adapter, tmp_path, size, files):
     sizes = [f.stat().st_size for f in (tmp_path / "large").glob("*.safetensors")]
     assert len(sizes) == files and sum(sizes) > 200e6
     assert int(done.stdout.splitlines()[-1]) < 1.3 * min(100e6, max(sizes))
-
-
-def test_official_code_is_kept_or_named(make, tmp_path):
-    checkpoint = make()
-    base = checkpoint.parents[2] / "base"
-    config = json.loads((base / "config.json").read_text())
-    names = {"AutoConfig": "configuration_llada.C", "AutoModel": "modeling_llada.M"}
-    (base / "config.json").write_text(json.dumps(config | {"auto_map": names}))
-
-    def auto_map(out):
-        return json.loads((out / "config.json").read_text()).get("auto_map")
-
-    exported(checkpoint, tmp_path / "without")
-    assert auto_map(tmp_path / "without") is None
-    for module in ("configuration_llada", "modeling_llada"):
-        (base / f"{module}.py").write_text(f"# {module}\n")
-    exported(checkpoint, tmp_path / "with")
-    assert auto_map(tmp_path / "with") == names
-    assert (tmp_path / "with/modeling_llada.py").read_text() == "# modeling_llada\n"
-    hub = LladaConfig(auto_map=names)
-    export.keep_code(hub, "someone/LLaDA", tmp_path / "hub")
-    assert hub.auto_map["AutoModel"] == "someone/LLaDA--modeling_llada.M"

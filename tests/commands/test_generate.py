@@ -11,7 +11,6 @@ from jsonl import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bwsft import config as c
-from bwsft import presets
 from bwsft.checkpoints.folders import save_checkpoint
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
@@ -312,19 +311,11 @@ def test_nan_is_a_sentence_for_the_user(run_folder, monkeypatch):
         run_generate(GenerateOptions(model=str(run_folder), prompt="1+1"))
 
 
-def test_settings_come_from_the_checkpoint_or_the_debug_preset(run_folder):
-    trained = load_trained(str(run_folder))
-    assert decoder.training_config("any", trained)["block_size"] == 4
-    foreign = dataclasses.replace(trained, state=None)
-    assert decoder.training_config("any", foreign) == {}
-    assert decoder.training_config(None, foreign)["gen_length"] == presets.debug().gen_length
-
-
 @pytest.mark.parametrize("trained", ["exact", "cached", "block_causal"])
 def test_the_context_mode_is_the_one_of_the_training(run_folder, monkeypatch, capsys, trained):
     found = load_trained(str(run_folder))
-    state = {**found.state, "config": {**found.state["config"], "context": trained}}
-    found = dataclasses.replace(found, state=state)
+    contract = dataclasses.replace(found.contract, context=trained)
+    found = dataclasses.replace(found, contract=contract)
     monkeypatch.setattr(decoder, "load_trained", lambda *args, **options: found)
 
     def load(**options):
@@ -341,13 +332,26 @@ def test_the_context_mode_is_the_one_of_the_training(run_folder, monkeypatch, ca
         assert told != fits
 
 
-def test_a_foreign_model_is_decoded_exactly_with_a_hint(model_folder, capsys):
-    options = DecoderOptions(gen_length=8, block_size=4)
-    assert decoder.Decoder.load(str(model_folder()), options).config.context == "exact"
-    assert "--context prefix is faster and approximate" in capsys.readouterr().err
-    options = dataclasses.replace(options, context="prefix")
-    assert decoder.Decoder.load(str(model_folder("m2")), options).config.context == "prefix"
-    assert "--context" not in capsys.readouterr().err
+def test_what_is_guessed_of_a_foreign_model_is_named(model_folder, capsys):
+    folder = str(model_folder(max_sequence_length=256))
+
+    def load(**options):
+        capsys.readouterr()
+        found = decoder.Decoder.load(folder, DecoderOptions(**options))
+        warned = [line for line in capsys.readouterr().err.splitlines() if "assumed" in line]
+        return found, *warned
+
+    found, warned = load()
+    assert warned == (
+        f"{folder} does not say how it was trained; assumed: --template metamath, --context exact, "
+        "--block-size 32, --gen-length 128 (--context prefix is faster and approximate)"
+    )
+    config = found.config
+    assert (config.context, config.block_size, config.gen_length) == ("exact", 32, 128)
+    assert found.template.name == "metamath"
+    found, warned = load(gen_length=8, block_size=4, context="prefix")
+    assert warned.endswith("assumed: --template metamath") and found.config.context == "prefix"
+    assert len(load(gen_length=8, block_size=4, context="exact", template="chat")) == 1
 
 
 def test_every_setting_of_the_decoder_has_an_option():

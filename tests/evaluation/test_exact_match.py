@@ -1,11 +1,15 @@
 """A model is decoded in the context mode it was trained in."""
 
+import dataclasses
+
 import pytest
 
+from bwsft.checkpoints.generation_config import DecodingContract
 from bwsft.checkpoints.resolve import Trained
 from bwsft.data import word_problems
 from bwsft.decoding.result import Generation
 from bwsft.evaluation import exact_match
+from bwsft.models.backbone import Family
 from bwsft.presets import debug
 
 
@@ -14,12 +18,8 @@ class Words:
         return "The answer is: 7" if tokens == [7] else "no"
 
 
-@pytest.mark.parametrize("state, context", [
-    (None, "exact"),
-    ({"config": {"context": "cached"}}, "cached"),
-    ({"config": {"context": "block_causal"}}, "block_causal"),
-])  # fmt: skip
-def test_problems_are_solved_in_the_trained_mode(monkeypatch, state, context):
+@pytest.mark.parametrize("context", ["exact", "cached", "block_causal"])
+def test_problems_are_solved_in_the_trained_mode(monkeypatch, context):
     problems = word_problems.generate(3, 1, split="test")
     problems[1] = {**problems[1], "response": "The answer is: 7"}
 
@@ -39,6 +39,8 @@ def test_problems_are_solved_in_the_trained_mode(monkeypatch, state, context):
 
     monkeypatch.setattr(exact_match, "decode_stream", stream)
     monkeypatch.setattr(exact_match, "Template", Template)
-    trained = Trained(None, Words(), state, "")
+    family = Family(mask_id=1, eos_id=0, end_ids=(0,), vocab_size=9, max_positions=9)
+    contract = DecodingContract.of(dataclasses.replace(debug(), context=context), family)
+    trained = Trained(None, Words(), None, "", contract)
     solved, generations = exact_match.solve(trained, problems, debug(), "x")
     assert solved == [False, True, False] and generations[1].tokens == [7]

@@ -236,9 +236,14 @@ def test_model_args_are_checked():
         "gen_length=24,block_size=8,rule=threshold", {"batch_size": 3, "device": "cpu"}
     )
     assert found.decoder.config.batch_size == 3 and found.decoder.config.gen_length == 24
-    assert found.decoder.template.name == "none" and found.tokenizer_name
+    assert found.decoder.template.name == "chat" and found.tokenizer_name  # as it was trained
     chat = found.apply_chat_template([{"role": "user", "content": "1 + 1"}])
     assert len(found.tok_encode(chat)) < len(chat)  # the template's tokens are special tokens
+    assert found.decoder.template.name == "none"  # the harness renders
+    twice = BwsftLM(template="chat")
+    assert twice.chat_template(False) is None
+    with pytest.raises(ValueError, match="template=chat puts a prompt around the text that --appl"):
+        twice.chat_template(True)
     pair = found._encode_pair("4 x 5 =", " 20")
     assert found.tok_encode("4 x 5 = 20") == sum(pair, [])
 

@@ -13,9 +13,17 @@ from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
 
 from bwsft import config as c
-from bwsft.checkpoints.resolve import Trained, load_trained, locate, plan_model, plan_tokenizer
+from bwsft.checkpoints.generation_config import DecodingContract
+from bwsft.checkpoints.resolve import (
+    Trained,
+    known_contract,
+    load_trained,
+    locate,
+    plan_model,
+    plan_tokenizer,
+)
 from bwsft.data.chat_template import METAMATH, Template
-from bwsft.data.tokenizer import load_tokenizer, merged_end_ids
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Generation
@@ -71,9 +79,9 @@ def decoded(
 
     def base() -> Trained:
         backbone = plan.build(pick_device(options.device)).eval()
-        ends = merged_end_ids(template.end_ids, backbone.family.end_ids)
-        backbone.family = dataclasses.replace(backbone.family, end_ids=ends)
-        return Trained(backbone, tokenizer, None, plan.base)
+        contract = DecodingContract.of(config, backbone.family, tokenizer)
+        backbone.family = dataclasses.replace(backbone.family, end_ids=contract.end_ids)
+        return Trained(backbone, tokenizer, None, plan.base, contract)
 
     models, notes = [("base", base, start_mode(config, plan.family))], []
     if checkpoint is None:
@@ -93,9 +101,9 @@ def decoded(
 def start_mode(config: c.Config, family: Family) -> str:
     """Context mode of the model that a run starts from: its own training's, else what its family
     has, else exact."""
-    _, state = locate(config.model) if config.model else (None, None)
-    if state:
-        return state["config"]["context"]
+    contract = known_contract(*locate(config.model)) if config.model else None
+    if contract:
+        return contract.context
     return "block_causal" if family.attention == "block_causal" else "exact"
 
 
