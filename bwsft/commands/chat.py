@@ -56,7 +56,10 @@ def run_chat(options: ChatOptions) -> int:
     shell.note(f"{options.model or 'the embedded tiny LLaDA'}; /help lists the commands")
     if decoder.template.name != "chat":
         shell.note(f"template {decoder.template.name} has no turns: each question stands alone")
-    return talk(Conversation(decoder, options.system), shell)
+    conversation = Conversation(decoder, options.system)
+    if options.system is not None:
+        conversation.prompt("?")  # ValueError now where the template takes no system message
+    return talk(conversation, shell)
 
 
 def talk(conversation: Conversation, shell: Plain | Terminal) -> int:

@@ -33,7 +33,7 @@ def folder(model_folder):
 def conversation(folder):
     def make(**changes):
         options = ChatOptions(**{**OPTIONS, **changes})
-        return Conversation(Decoder.load(folder, options))
+        return Conversation(Decoder.load(folder, options), options.system)
 
     return make
 
@@ -83,6 +83,23 @@ def test_the_conversation_goes_on_and_reset_ends_it(conversation, ids, monkeypat
     assert "\n".join(answers) == f"{first}\n{second}\n{third}\n"
     assert second != third
     assert now.turns == [("b", third)] and now.asked == 1
+
+
+def test_a_system_message_begins_every_prompt(folder, conversation, capsys):
+    now = conversation(system="Be brief.")
+    words = now.decoder.trained.tokenizer
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+
+    def written():
+        return words.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    assert now.prompt("a") == (written(), 0)
+    chat.respond(now, chat.Plain(), "a")
+    answer = now.turns[0][1]
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "b"}]
+    assert now.prompt("b") == (written(), 0)
+    assert main(["chat", "--model", folder, "--template", "none", "--system", "s"]) == 2
+    assert "a system message needs a chat template" in capsys.readouterr().err
 
 
 def test_only_the_chat_template_remembers(conversation, ids, capsys):

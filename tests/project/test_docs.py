@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -159,12 +160,40 @@ def test_python_compiles_and_what_stands_alone_runs(path):
         exec(compile("\n".join(code), path.name, "exec"), {"__name__": "docs"})
 
 
-@pages
-def test_json_examples_are_records(path):
-    from bwsft.data.records import normalize
+def test_the_table_of_record_shapes(tmp_path):
+    """Each record does in each command what its cell says."""
+    from bwsft.data.records import normalize, question
+    from bwsft.evaluation.answer_files import read_references
 
-    for line in "".join(blocks(path, "json")).splitlines():
-        assert normalize(line.encode()).answers
+    page = (ROOT / "docs/train_your_data.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `{")]
+    assert len(rows) >= 10 and all(cell.strip() for row in rows for cell in row)
+
+    def evaluate(raw):
+        path = tmp_path / "a.jsonl"
+        path.write_text(json.dumps(raw))
+        assert [answer for _, answer in read_references(path, "gsm8k").values()] == ["2"]
+
+    def train(raw):
+        record = normalize(raw)
+        assert record.messages[-1] == {"role": "assistant", "content": "2"}
+        assert record.last in record.answers and record.unread == ()
+
+    def generate(raw):
+        asked = question(raw)
+        if isinstance(asked, str):
+            assert asked in ("1+1?", "Add.\n\n1 and 1")
+        else:
+            assert asked[-1]["role"] in ("user", "tool")
+
+    for record, *cells in rows:
+        raw = json.loads(re.search(r"`(.*?)`", record)[1])
+        for cell, command in zip(cells, (train, generate, evaluate), strict=True):
+            if cell.strip().startswith("no:"):
+                with pytest.raises(ValueError):
+                    command(raw)
+            else:
+                command(raw)
 
 
 def test_the_paper_is_cited_and_the_license_is_whole():
