@@ -8,18 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bwsft.evaluation import answers as scoring
+from bwsft.evaluation.answer_scope import boxed_contents
 from bwsft.evaluation.answers import (
-    boxed_contents,
     extract_gsm8k,
     extract_math,
-    format_number,
     numbers_equal,
-    numbers_in,
-    single_number,
     split_end,
     strict_gsm8k,
     strict_math,
 )
+from bwsft.evaluation.numerals import format_number, numbers_in, single_number
 
 
 @pytest.mark.parametrize("text, expected, ended", [
