@@ -15,7 +15,7 @@ _RESIDUE = re.compile(
 _THOUGHT = re.compile(
     r"<(/?)\s?(?:think|thinking|thoughts?|seed:think)\s?>|◁(/?)think▷|\[(/?)THINK\]"
     r"|<\|(/?)think\|>|<\|(?:begin|(end))_of_thought\|>", re.IGNORECASE)
-_WHO = r"(?i:question|problem|query|user|human|instruction|student)|Q|Exercise"
+_WHO = r"(?i:question|problem|query|user|human|instruction)|Q"
 _QUESTION = re.compile(
     # At the start of a line: "Question 2:", "### Instruction", "**Q:**", "Next problem:", "User:".
     r"^[ \t]{0,8}[#*_>\[ ]{0,8}(?:(?i:next|new|another|second|follow-up|similar)[ \t])?"
@@ -33,6 +33,8 @@ _AFTER_HASHES = re.compile(
 _BOX = re.compile(r"\\?\b(?:boxed|fbox)\s{0,4}\{|\\(?:boxed|fbox)\s{0,4}(?=[0-9$-])")
 _EMPTY_BOX = re.compile(
     rf"\\?\b(?:boxed|fbox)\s{{0,4}}\{{(?:[\s.…]|{re.escape(MASK)})*\}}")
+_UNCLOSED_END = re.compile(r"\n|</|\Z")
+_BARE_END = re.compile(r"[\s}]|\Z")
 # What may stand between two boxes of one list: "and", a comma, and the name of an unknown.
 _JOINT = re.compile(r"(?:[,;&]|,?(?i:and|or))(?:[a-zA-Z](?:_?[0-9])?(?:=|\\in))?")
 _LAYOUT = re.compile(
@@ -91,10 +93,9 @@ def _box_spans(text: str) -> list[tuple[int, int, int]]:
         if box[0].endswith("{"):
             end = closing.get(box.end() - 1)
             if end is None:
-                stop = re.compile(r"\n|</").search(text, box.end(), limit)
-                end = stop.start() if stop else limit
+                end = _UNCLOSED_END.search(text, box.end(), limit).start()
         else:
-            end = re.compile(r"[\s}]|\Z").search(text, box.end()).start()
+            end = _BARE_END.search(text, box.end(), limit).start()
         if end <= limit:
             spans.append((box.start(), box.end(), end))
     return spans

@@ -13,10 +13,19 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from bwsft.evaluation.answer_leads import (
+    HASHES,
+    PROSE,
+    STATEMENT,
+    TAG,
+    answer_lines,
+    bare,
+    below,
+    rests,
+)
 from bwsft.evaluation.answer_scope import boxed_contents, one_mask, scopes
 from bwsft.evaluation.numerals import (
     DAMAGED,
-    MASK,
     find_numbers,
     format_number,
     numbers_in,
@@ -60,59 +69,18 @@ def numbers_equal(first: str | None, second: str | None) -> bool:
     return value is not None and value == single_number(second)
 
 
-# Leads: an answer follows on the same line or, where that is empty, below it.
-_STATEMENT = re.compile(r"(?i:\banswer\s{1,4}is[*_]{0,3}\s{0,4}:)[*_ \t]{0,6}")
-_ANSWER_LINE = re.compile(
-    r"(?i:(?<![a-z])(?:answer|ans|réponse|respuesta|resposta|risposta|antwort|ответ|答案)"
-    r"(?:[ \t]?\([^()\n]{1,40}\)|[ \t]in[ \t][^:\n]{1,24})?[*_]{0,3}[ \t]{0,4}:)[*_ \t]{0,6}"
-    r"|^[#>*_ \t-]{0,12}(?i:final[ \t](?:answer|result)|answer|ans|result)\b[*_ \t]{0,6}"
-    r"(?:(?:->|[-=—→]|:)[*_ \t]{0,6}|(?=\n))"
-    r"|^[#>*_ \t-]{0,12}(?:Ans\.|A:)[*_ \t]{0,6}", re.MULTILINE)
-_PROSE = re.compile(
-    r"(?i:\banswer\s{1,4}(?:is|would\sbe|will\sbe)\b)(?![*_]{0,3}\s{0,4}:)[*_ \t]{0,6}")
-_TAG = re.compile(r"<answer>(.*?)(?=</|<answer>|\Z)", re.IGNORECASE | re.DOTALL)
-# "#### 18", but neither of the Markdown headings "#### Step 1" and "#### 3. Add them".
-_HASHES = re.compile(r"####\s{0,4}(?![^\w\n]{0,20}[0-9]+[.:)][ \t]+\S)([^\w\n]{0,20}[0-9][^\n]*)")
-_DISPLAY = re.compile(
-    r"\s{0,20}(?:\\\[(.{1,1000}?)\\\]|\$\$(.{1,1000}?)\$\$"
-    r"|\\begin\{(?:equation|align|gather)\*?\}(.{1,1000}?)\\end\{)", re.DOTALL)
-_LINE = re.compile(r"\s{0,20}([^\n]{0,1000})")
 _WORDS_THEN_MATHS = re.compile(
     r"[^$\\0-9]{0,80}[A-Za-z]{2}[^$\\0-9]{0,20}(\$[^$]+\$|\\\(.+?\\\))")
 # What may stand between "the answer is" and its number.
 _MARKUP = re.compile(
     r"(?:[\s\\(\[*_{}$>:→~≈`]|[a-zA-Z]\s?=|(?i:about|approximately|around|exactly|simply|just|"
     r"therefore|thus|approx)\b)*")
+_EQUATION = re.compile(r"\A(?:(?:[^A-Za-z=]|\\(?:times|cdot|div|d?frac)(?![a-z]))*=)+")
 # What makes a number the first of several: "4, 6", "5 to 7", "2 hours and 30 minutes", "3 + 4".
 _SEVERAL = re.compile(
     r"(?:[ \t]{1,3}[A-Za-z]{1,15}){0,2}[ \t$})]{0,3}(?:,[ \t]?(?:(?:and|or)\b)?|;|\b(?:and|or|to)\b"
-    r"|[-+*/×÷·^_!]|:(?!00\b)|\\(?:times|cdot|div|pm)(?![a-z]))[ \t]{0,3}[-$€£\\({]{0,3}[0-9]"
-    r"|[ \t$]{0,3}(?:\\sqrt|\\pi|[√π!])")
-
-
-def _rests(text: str, lead: re.Pattern) -> list[str]:
-    """What follows a lead on its line, for each of its places."""
-    return [_LINE_REST.match(text, match.end())[0] for match in lead.finditer(text)]
-
-
-_LINE_REST = re.compile(r"[^\n]*")
-
-
-def _below(text: str) -> list[str]:
-    """What stands under a lead that says nothing on its line: display maths, or else a line."""
-    found = []
-    for lead in (_PROSE, _ANSWER_LINE, _STATEMENT):
-        for match in lead.finditer(text):
-            rest = _LINE_REST.match(text, match.end())
-            empty = not _bare(rest[0])
-            if not empty and not re.fullmatch(r"[a-z ]{1,30}:?\s*", rest[0]):
-                continue
-            start = match.end() if empty else rest.end()
-            if display := _DISPLAY.match(text, start):
-                found.append(next(filter(None, display.groups())))
-            elif empty:
-                found.append(_LINE.match(text, rest.end())[1])
-    return found
+    r"|[-+*/×÷·^_]|:(?!00\b)|\\(?:times|cdot|div|pm)(?![a-z]))[ \t]{0,3}[-$€£\\({]{0,3}[0-9]"
+    r"|[ \t$]{0,3}(?:\\sqrt|\\pi|[√π])")
 
 
 def _settled(fragment: str) -> str | None:
@@ -148,12 +116,8 @@ def _anywhere(line: str) -> str | None:
 
 
 def _leading(line: str) -> str | None:
-    return _first_number(line, anywhere=False)
-
-
-def _after_hashes(line: str) -> str | None:
-    """The number after "####", at the end of an equation without words."""
-    return _leading(re.sub(r"^[^A-Za-z=]*=(?:[^A-Za-z=]*=)*", "", line))
+    """The number that leads a line, or ends the equation without words that leads it."""
+    return _first_number(_EQUATION.sub("", line), anywhere=False)
 
 
 def _on_line(line: str) -> str | None:
@@ -176,13 +140,15 @@ def _climb(text: str, rungs: Callable[[str], Iterable[Rung]]) -> Extraction:
 
 
 def _gsm8k_rungs(text: str) -> Iterable[Rung]:
-    yield "statement", _rests(text, _STATEMENT), _anywhere
+    yield "statement", rests(text, STATEMENT), _anywhere
     yield "boxed", boxed_contents(text), _settled
-    yield "hashes", _HASHES.findall(text), _after_hashes
-    yield "tag", _TAG.findall(text), _settled
-    yield "answer_line", _rests(text, _ANSWER_LINE), _on_line
-    yield "display", _below(text), _on_line
-    yield "prose", _rests(text, _PROSE), _leading  # "the answer is the sum of 5 and 6" has none
+    yield "hashes", HASHES.findall(text), _leading
+    yield "tag", TAG.findall(text), _settled
+    final, lines = answer_lines(text)
+    yield "answer_line", final, _on_line
+    yield "answer_line", lines, _leading
+    yield "display", below(text), _on_line
+    yield "prose", rests(text, PROSE), _leading  # "the answer is the sum of 5 and 6" has none
     text = plain(text)
     found = find_numbers(text)
     if found and DAMAGED not in text[found[-1][0].end() :]:
@@ -201,40 +167,39 @@ def extract_gsm8k(text: str) -> Extraction:
     return _climb(text, _gsm8k_rungs)
 
 
-def _bare(fragment: str) -> str:
-    """Mathematics without its delimiters ($, \\( \\)), bold, masks at its ends and final stop."""
-    fragment = re.sub(r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\*\*|`", "", fragment).strip()
-    while fragment.startswith(MASK) or fragment.endswith(MASK):
-        fragment = fragment.removeprefix(MASK).removesuffix(MASK).strip()
-    return fragment.removesuffix(".").strip(" …\n").strip(".* ")
-
-
 def _after_lead(line: str) -> str:
     """The mathematics of a line that a lead opens, without a preamble and the next sentence."""
     if boxes := boxed_contents(line):
-        return _bare(boxes[0])
+        return bare(boxes[0])
     if inline := _WORDS_THEN_MATHS.match(line):
-        return _bare(inline[1])
+        return bare(inline[1])
     line = re.split(r"(?<=[^\s.])\.[*_]{0,3}\s+(?=[A-Z])", line)[0]
-    return _bare(re.sub(r"^[A-Z][^$\\=0-9]{1,80}\b(?:is|are|equals)\s+(?=[-+]?[0-9(.])", "", line))
+    return bare(re.sub(r"^[A-Z][^$\\=0-9]{1,80}\b(?:is|are|equals)\s+(?=[-+]?[0-9(.])", "", line))
+
+
+def _no_sentence(line: str) -> str:
+    """As `_after_lead`; nothing where four words in a row show that a solution begins."""
+    answer = _after_lead(line)
+    return "" if re.search(r"(?<![\\{a-zA-Z])(?:[A-Za-z]{2,20}[ ,]{1,2}){4}", answer) else answer
 
 
 def _after_prose(line: str) -> str:
     """Maths that follows directly, $x$ or \\(x\\), or a number that leads its sentence."""
     if inline := re.match(r"[*_\s]*(\$.+?(?<!\\)\$|\\\(.+?\\\))", line):
-        return _bare(inline[1])
-    sentence = _bare(re.split(r"[.!,;](?:\s|$)", line)[0])
+        return bare(inline[1])
+    sentence = bare(re.split(r"[.!,;](?:\s|$)", line)[0])
     leads = re.match(r"[-+]?\s?[$€£]?\.?[0-9]", sentence.replace("\\$", "$"))
     return sentence if leads and single_number(sentence) is not None else ""
 
 
 def _math_rungs(text: str) -> Iterable[Rung]:
-    yield "statement", _rests(text, _STATEMENT), _after_lead
-    yield "boxed", boxed_contents(text), _bare
-    yield "tag", _TAG.findall(text), _bare
-    yield "answer_line", _rests(text, _ANSWER_LINE), _after_lead
-    yield "display", _below(text), _after_lead
-    yield "prose", _rests(text, _PROSE), _after_prose
+    yield "statement", rests(text, STATEMENT), _after_lead
+    yield "boxed", boxed_contents(text), bare
+    yield "tag", TAG.findall(text), bare
+    for lines in answer_lines(text):
+        yield "answer_line", lines, _no_sentence
+    yield "display", below(text), _no_sentence
+    yield "prose", rests(text, PROSE), _after_prose
 
 
 def extract_math(text: str) -> Extraction:
@@ -256,7 +221,7 @@ def reference_answer(text: str, task: str) -> str:
     if task == "math":
         found = extract_math(text)
         return found.answer if found.rung in ("statement", "boxed") else text.strip()
-    stated = re.findall(rf"(?:{_HASHES.pattern})|(?:{_STATEMENT.pattern})([^\n]*)", text)
+    stated = re.findall(rf"(?:{HASHES.pattern})|(?:{STATEMENT.pattern})([^\n]*)", text)
     return "".join(stated[-1]).strip() if stated else text.strip()
 
 

@@ -40,11 +40,12 @@ _REWRITES = [(re.compile(pattern), by) for pattern, by in (
     (r"(?<![0-9.])\.(?=[0-9])", "0."),
     (r"^\s*\(\s*([A-Z])\s*\)\s*$", r"\1"),
     (r"(?<![0-9])\s+|\s+(?![0-9])", ""),  # "1 2" is not 12
-    (r"\.$", ""),
+    (r"\.+$", ""),
 )]
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:\{?,\}?[0-9]{3})+(?:\.[0-9]+)?")
 _NAMED = re.compile(r"[a-zA-Z](?:=|\\in(?![a-zA-Z]))(.+)")
 _RELATION = re.compile(r"\s*(?:[<>]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))")
+_PRODUCT = re.compile(r"-?[0-9.]+[a-zA-Z]")  # to math-verify the letter may be a unit
 _DIGITS_BASE = re.compile(r"(?<=[0-9])\)?_\{?([0-9]+)")
 
 
@@ -89,6 +90,8 @@ def _comparable(reference: str, answer: str) -> tuple[Parts, Parts] | None:
         return None
     bodies = [re.sub(r"\\(?:left|right)|\s", "", part.body) for part in (gold, guess)]
     if len({bool(_RELATION.match(body)) for body in bodies}) > 1:
+        return None
+    if _PRODUCT.fullmatch(bodies[0]) and not re.search("[a-zA-Z]", bodies[1]):
         return None
     opened = {r"\{" if body.startswith(r"\{") else body[:1] for body in bodies}
     if opened in ({r"\{", "("}, {r"\{", "["}):

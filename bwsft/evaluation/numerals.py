@@ -81,6 +81,8 @@ _NUMBER = re.compile(
     rf"\s?(?:\\times|\\cdot|[×·⋅*xX])\s?10{_POWER % 'times'}))?"
     rf"(?P<words>(?:(?:\s{{1,3}}|-)(?i:{_SCALE})s?){{1,3}}(?![\w-]))?"
     r"(?(currency)(?P<suffix>(?i:bn|mn|[kmb])(?![\w$^]))?)")
+_RECURRING = re.compile(
+    r"(-?)([0-9]{1,20})\.([0-9]{0,20})\\(?:overline|bar)\s?\{([0-9]{1,20})\}")
 _UNIT_DETAIL = re.compile(r"(?<=[0-9]):00\b|(?<=[a-zA-Z}])\s?\^\s?\{?\s?[0-9]\s?\}?")
 _NO_PLAIN_NUMBER = re.compile(r"\\(?:sqrt|pi)(?![a-z])|[√π]|\^(?!\s?\{?\s?\\circ)")
 
@@ -169,8 +171,16 @@ def single_number(fragment: str) -> Fraction | None:
 
 
 def whole_number(fragment: str) -> Fraction | None:
-    """The value of a text that is one number and nothing else, a currency sign aside."""
+    """The value of a text that is one number and nothing else, a currency sign aside.
+
+    A recurring decimal fraction counts: 0.1\\overline{6} is 1/6.
+    """
     text = plain(fragment).strip()
+    if recurring := _RECURRING.fullmatch(text):
+        sign, whole, fixed, period = recurring.groups()
+        shift, nines = 10 ** len(fixed), 10 ** len(period) - 1
+        value = Fraction(int(whole + fixed) * nines + int(period), nines * shift)
+        return -value if sign else value
     match = _NUMBER.fullmatch(text)
     return None if match is None else _value(match)
 
