@@ -58,7 +58,7 @@ _UNITS = {spelling: name for name, spellings in {
 _SIGNS = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 # Words after a number that change its value or make it one of several.
 _NO_UNIT = set(
-    "and or to of mod modulo base plus minus times over per if for where less more than at not is "
+    "and or to of mod modulo base plus minus times over if for where less more than at not is "
     "hundred thousand million billion trillion lakh crore remainder pi sqrt sin cos tan log ln e i "
     "d binary octal decimal hexadecimal".split())
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mbox|mathrm|mathbf|hbox)\s?\{([^{}]*)\}")

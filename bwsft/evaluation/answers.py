@@ -96,7 +96,8 @@ def _first_number(line: str, anywhere: bool) -> str | None:
 
     Where it is the first of several ("4, 6"), or masks stand in it, the text itself: no number.
     """
-    line = plain((boxed_contents(line) or [line])[0])
+    stated = (boxed_contents(line) or [line])[0]
+    line = plain(stated)
     if anywhere:
         line = line.split("=")[-1]
     found = find_numbers(line)
@@ -107,7 +108,7 @@ def _first_number(line: str, anywhere: bool) -> str | None:
     if start == len(line) or not (anywhere or _MARKUP.fullmatch(line[:start])):
         return None
     if start == damaged or _SEVERAL.match(line, found[0][0].end()):
-        return line.strip()
+        return stated.strip()
     return format_number(found[0][1])
 
 

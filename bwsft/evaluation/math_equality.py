@@ -120,7 +120,8 @@ def same_value(reference: str, answer: str) -> bool | None:
         return False
     if parts[0].base:
         return same_spelling(reference, answer)
-    bodies = _without_name(*(re.sub(r"\s+", " ", part.body).strip() for part in parts))
+    spaced = (re.sub(r"\s+", " ", part.body).strip() for part in parts)
+    bodies = _without_name(*(body.replace(" = ", "=") for body in spaced))
     percent = [body.endswith("%") for body in bodies]
     values = [whole_number(re.sub(r"\s?\\?%$", "", body)) for body in bodies]
     if None in values:

@@ -50,7 +50,7 @@ _LATEX_FRACTION = re.compile(
     r"\{\s?([0-9]+)\s?\}|([0-9])\s?(?:([0-9])|\{\s?([0-9]+)\s?\}))")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|rm|it|sf)?|math(?:rm|bf|it|sf|ord)|mbox|hbox|num|SI|bm)\s?\{([^{}]*)\}")
-_CUT_DIGIT = re.compile(rf"[0-9{DAMAGED}][.,]?\s?\Z")
+_CUT_DIGIT = re.compile(rf"[0-9{DAMAGED}][.,\s]?\Z")
 _MASKS = re.compile(rf"(?:{re.escape(MASK)}\s?)+")
 
 # Groups are bounded, and so is what one start can cost: outputs are long and may be adversarial.
