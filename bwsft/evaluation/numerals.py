@@ -50,7 +50,8 @@ _LATEX_FRACTION = re.compile(
     r"\{\s?([0-9]+)\s?\}|([0-9])\s?(?:([0-9])|\{\s?([0-9]+)\s?\}))")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|rm|it|sf)?|math(?:rm|bf|it|sf|ord)|mbox|hbox|num|SI|bm)\s?\{([^{}]*)\}")
-_CUT_DIGIT = re.compile(rf"[0-9{DAMAGED}][.,\s]?\Z")
+_CUT_END = re.compile(r"[.,]?[0-9]+(?:[.,][0-9]+)*")
+_CUT_START = re.compile(rf"[0-9{DAMAGED}][.,\s]?\Z")
 _MASKS = re.compile(rf"(?:{re.escape(MASK)}\s?)+")
 
 # Groups are bounded, and so is what one start can cost: outputs are long and may be adversarial.
@@ -108,9 +109,10 @@ def _without_damaged(text: str) -> str:
     first, *rest = _MASKS.split(text)
     parts = [first]
     for part in rest:
-        if _CUT_DIGIT.search(parts[-1][-3:]) and re.match(r"[.,]?[0-9]", part):
+        end = _CUT_END.match(part)
+        if end and _CUT_START.search(parts[-1][-3:]):
             parts[-1] = parts[-1].rstrip().rstrip("0123456789.,")
-            parts.append(DAMAGED + part.lstrip("0123456789.,"))
+            parts.append(DAMAGED + part[end.end() :])
         else:
             parts.append(MASK + part)
     return "".join(parts)
