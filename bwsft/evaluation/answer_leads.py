@@ -19,7 +19,8 @@ ANSWER_LINE = re.compile(
     r"|^[#>*_ \t-]{0,12}(?:Ans\.|A:)[*_ \t]{0,6}", re.MULTILINE)
 PROSE = re.compile(
     r"(?i:\banswer\s{1,4}(?:is|would\sbe|will\sbe)\b)(?![*_]{0,3}\s{0,4}:)[*_ \t]{0,6}")
-TAG = re.compile(r"<answer>(.*?)(?=</|<answer>|\Z)", re.IGNORECASE | re.DOTALL)
+TAG = re.compile(
+    r"[<\[]answer[>\]](.*?)(?=</|\[/|[<\[]answer[>\]]|\Z)", re.IGNORECASE | re.DOTALL)
 # "#### 18", but neither of the Markdown headings "#### Step 1" and "#### 3. Add them".
 HASHES = re.compile(r"####\s{0,4}(?![^\w\n]{0,20}[0-9]+[.:)][ \t]+\S)([^\w\n]{0,20}[0-9][^\n]*)")
 _DISPLAY = re.compile(

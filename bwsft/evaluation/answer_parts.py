@@ -67,7 +67,7 @@ _WORDED_UNIT = re.compile(
     rf"(?:(?<=[0-9a-zA-Z}})\]!])|(?<=\\%))(?:\s|\\[,;:! ]){{0,4}}"
     rf"((?:{_TEXT.pattern}{_POWER}?(?:\s?/\s?)?){{1,4}})\s?\.?\s?\Z")
 _PLAIN_UNIT = re.compile(
-    r"(?:(?<=[0-9})\]])|(?<=\\%))(?P<space>(?:[ ~]|\\[,;:! ]){1,4})?"
+    r"(?:(?<=[0-9})\]])|(?<=\\%)|(?<=\\pi)(?=\s))(?P<space>(?:[ ~]|\\[,;:! ]){1,4})?"
     rf"(?P<unit>[A-Za-z][A-Za-z. -]{{0,60}}{_POWER}?(?:\s?/\s?[A-Za-z]{{1,15}}{_POWER}?)?)"
     r"\s?\.?\s?\Z")
 _DEGREE = re.compile(r"\s*\^\s?\{?\s?\\circ\s?\}?\s*(?:\\(?:text|mathrm)\{\s?)?([CF]?)\s?\}?\s*\Z")
@@ -76,7 +76,7 @@ _NUMERALS = {name: str(value) for value, name in enumerate(
     "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen".split(), 2)}
 _BASE = re.compile(
-    r"\(?([0-9A-F][0-9A-F., ]*)\)?(?:_\{?\(?(?:base)?([0-9]{1,2}|[a-z]+)\)?\}?"
+    r"(?:[a-z]=)?\(?([0-9A-F][0-9A-F., ]*)\)?(?:_\{?\(?(?:base)?([0-9]{1,2}|[a-z]+)\)?\}?"
     r"|\(?(?:in)?base-?([0-9]{1,2}|[a-z]+)\)?)")
 
 
@@ -89,7 +89,7 @@ class Parts(NamedTuple):
     base: int | None
 
 
-def take_apart(answer: str, letters: bool = True) -> Parts:
+def take_apart(answer: str, letters: bool) -> Parts:
     """The parts of an answer. `letters`: a spaced letter is a unit, as in "10 m", no unknown."""
     text = latex(answer).strip()
     if based := _based(text):
@@ -104,7 +104,7 @@ def take_apart(answer: str, letters: bool = True) -> Parts:
 
 def _based(text: str) -> tuple[str, int] | None:
     """Digits and their base of 2516_8, 2516_{\\text{eight}}, "2516 base 8"."""
-    match = _BASE.fullmatch(re.sub(r"\s|\\[,;:! ]", "", _TEXT.sub(r"\1", text)))
+    match = _BASE.fullmatch(re.sub(r"\s|\\[,;:! ]|\{,\}", "", _TEXT.sub(r"\1", text)))
     if match is None:
         return None
     base = _NUMERALS.get(match[2] or match[3], match[2] or match[3])

@@ -19,9 +19,10 @@ _WHO = r"(?i:question|problem|query|user|human|instruction)|Q"
 _QUESTION = re.compile(
     # At the start of a line: "Question 2:", "### Instruction", "**Q:**", "Next problem:", "User:".
     r"^[ \t]{0,8}[#*_>\[ ]{0,8}(?:(?i:next|new|another|second|follow-up|similar)[ \t])?"
-    rf"(?:{_WHO})\b[ \t]?#?[0-9]{{0,4}}[*_\]]{{0,3}}[ \t]?(?::|\.[ \t]|\)|$)"
-    # Run on to the answer: "18Question: Ann has".
-    r"|(?<=[0-9.)\]}$%!])[ \t]{0,2}(?:Question|Problem|Q|User|Human)[ \t]?[0-9]{0,4}:",
+    rf"(?:{_WHO})(?![A-Za-z])[ \t]?#?[0-9]{{0,4}}[*_\]]{{0,3}}[ \t]?(?::|\.[ \t]|\)|$)"
+    # Run on to the answer: "18Question: Ann has", "18### Instruction".
+    r"|(?<=[0-9.)\]}$%!])[ \t]{0,2}(?:(?:Question|Problem|Q|User|Human)[ \t]?[0-9]{0,4}:"
+    r"|#{2,4}[ \t]?(?:Question|Problem|User|Human|Instruction)(?![A-Za-z]))",
     re.MULTILINE)
 # After "#### 18", the end of a GSM8K solution, a line that asks something.
 _AFTER_HASHES = re.compile(

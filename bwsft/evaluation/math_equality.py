@@ -83,7 +83,8 @@ def _comparable(reference: str, answer: str) -> tuple[Parts, Parts] | None:
     """
     if MASK in answer or DAMAGED in answer or not answer.strip() or len(answer) > LONGEST:
         return None
-    gold, guess = take_apart(reference, letters=False), take_apart(answer)
+    unknowns = re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", reference))
+    gold, guess = take_apart(reference, False), take_apart(answer, letters=not unknowns)
     if gold.unit and guess.unit and gold.unit != guess.unit:
         return None
     if guess.base and guess.base != (gold.base or 10):

@@ -51,7 +51,7 @@ _LATEX_FRACTION = re.compile(
 _TEXT = re.compile(
     r"\\(?:text(?:bf|rm|it|sf)?|math(?:rm|bf|it|sf|ord)|mbox|hbox|num|SI|bm)\s?\{([^{}]*)\}")
 _CUT_END = re.compile(r"[.,]?[0-9]+(?:[.,][0-9]+)*")
-_CUT_START = re.compile(rf"[0-9{DAMAGED}][.,\s]?\Z")
+_CUT_START = re.compile(rf"(?:[0-9{DAMAGED}][.,/\s]?|-)\Z")
 _MASKS = re.compile(rf"(?:{re.escape(MASK)}\s?)+")
 
 # Groups are bounded, and so is what one start can cost: outputs are long and may be adversarial.
@@ -79,7 +79,7 @@ _NUMBER = re.compile(
     rf"|(?P<whole>(?:{_THOUSANDS}|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+))"
     r"(?:(?P<mixed> {1,2}[0-9]+)?/(?P<denominator>0*[1-9][0-9]*)(?![0-9]|[/.][0-9]))?"
     rf"(?:[eE](?P<e>[-+]?[0-9]{{1,3}})(?![0-9a-zA-Z])|(?(ten){_POWER % 'bare'}|"
-    rf"\s?(?:\\times|\\cdot|[×·⋅*xX])\s?10{_POWER % 'times'}))?"
+    rf"\s?(?:\\times|\\cdot|[×·⋅*xX])\s?\{{?10\}}?{_POWER % 'times'}))?"
     rf"(?P<words>(?:(?:\s{{1,3}}|-)(?i:{_SCALE})s?){{1,3}}(?![\w-]))?"
     r"(?(currency)(?P<suffix>(?i:bn|mn|[kmb])(?![\w$^]))?)")
 _RECURRING = re.compile(
@@ -111,7 +111,7 @@ def _without_damaged(text: str) -> str:
     for part in rest:
         end = _CUT_END.match(part)
         if end and _CUT_START.search(parts[-1][-3:]):
-            parts[-1] = parts[-1].rstrip().rstrip("0123456789.,")
+            parts[-1] = parts[-1].rstrip().rstrip("0123456789.,/-")
             parts.append(DAMAGED + part[end.end() :])
         else:
             parts.append(MASK + part)

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bwsft.evaluation import math_equality, math_verify_child
+from bwsft.evaluation.answer_parts import take_apart
 from bwsft.evaluation.math_equality import (
     MathVerifier,
     normalize_math,
@@ -31,6 +32,16 @@ latex = st.lists(st.sampled_from([
 def test_normalizing_twice_changes_nothing(text):
     once = normalize_math(text)
     assert normalize_math(once) == once
+
+
+@settings(max_examples=300, deadline=None)
+@given(latex)
+@example("5 m")
+@example("2_3 ft")
+def test_every_answer_equals_itself(text):
+    something = bool(normalize_math(take_apart(text, letters=False).body))
+    assert same_spelling(text, text) == something
+    assert same_value(text, text) in ({None, True} if something else {None, False})
 
 
 @pytest.mark.parametrize("reference, answer, equal", [
