@@ -25,6 +25,7 @@ from bwsft.data.records import Columns
 from bwsft.data.sources import open_source
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.math_equality import same_spelling
+from bwsft.evaluation.numerals import format_number, single_number
 from bwsft.utils import lines, strict_json
 
 QUESTION_FIELDS = ("question", "query", "problem", "prompt")
@@ -60,7 +61,7 @@ def _number_text(token: str) -> str:
     if not math.isfinite(float(token)) or len(token) > 400:
         raise ValueError(f"{token[:40]} is no number of a sensible size")
     # An exact 1e-999999999 has a billion digits, and no float below 1e-330 differs from 0.
-    return scoring.format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
+    return format_number(Fraction(token if abs(float(token)) > 1e-300 else 0))
 
 
 def _document(text: str | bytes, path: Path | str, line: int = 1) -> object:
@@ -192,7 +193,7 @@ def _reference(value: object, task: str, place: str) -> str | None:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ValueError(f"{place}: a reference must be text or a number, got {value!r:.60}")
     reference = scoring.reference_answer(str(value), task)
-    if task == "gsm8k" and scoring.single_number(reference) is None:
+    if task == "gsm8k" and single_number(reference) is None:
         raise ValueError(f"{place}: reference {reference[:60]!r} is no number; "
                          "for LaTeX answers use --task math")
     return reference

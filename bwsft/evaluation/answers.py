@@ -10,17 +10,38 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
-from bisect import bisect_left
-from fractions import Fraction
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-RUNGS = ("statement", "boxed", "hashes", "tag", "prose", "last_number", "none")
+from bwsft.evaluation.answer_leads import (
+    HASHES,
+    PROSE,
+    STATEMENT,
+    TAG,
+    answer_lines,
+    bare,
+    below,
+    rests,
+)
+from bwsft.evaluation.answer_scope import boxed_contents, one_mask, scopes
+from bwsft.evaluation.numerals import (
+    DAMAGED,
+    find_numbers,
+    format_number,
+    numbers_in,
+    plain,
+    single_number,
+)
 
-END_TOKENS = ("<|eot_id|>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|end|>",
-              "<|eos|>", "<eos>", "<end_of_turn>", "</s>")
+RUNGS = ("statement", "boxed", "hashes", "tag", "answer_line", "display", "prose", "last_number",
+         "none")
+
+END_TOKENS = ("<|eot_id|>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|end|>", "<|eos|>",
+              "<|eom_id|>", "<eos>", "<end_of_turn>", "</s>", "<｜end▁of▁sentence｜>", "[SEP]")
 _END = re.compile("|".join(map(re.escape, END_TOKENS)))
-_SPECIAL = re.compile(r"<\|[^|<>\s]*\|>")
+_TURN = re.compile(
+    r"<\|(?:im_start|start_header_id|start)\|>\s{0,4}(?:user|human|system)\b"
+    r"|<\|(?:user|human)\|>|<start_of_turn>\s{0,4}user\b|\[INST\]")
 
 
 class Extraction(NamedTuple):
@@ -31,82 +52,13 @@ class Extraction(NamedTuple):
 
 
 def split_end(output: str) -> tuple[str, bool]:
-    """The text before the first end token, other special tokens removed, and whether it ended."""
-    end = _END.search(output)
-    text = output[: end.start()] if end else output
-    return _SPECIAL.sub("", text), end is not None
+    """The text before the first end token or invented turn, and whether it ended in the former.
 
-
-_LOOKALIKES = str.maketrans({"−": "-", "‑": "-", "﹣": "-", "－": "-", "⁄": "/",
-                             "\u00a0": " ", "\u202f": " ", "\u2009": " ", "，": ","})
-_VULGAR = re.compile("[¼-¾⅐-⅞]")
-_LATEX_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!:; ]|,\\[,!:; ])(?=[0-9]{3}(?![0-9]))")
-_LATEX_FRACTION = re.compile(
-    r"([0-9])?\s*\\[dt]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])([0-9]))")
-# A sign counts only where no operand stands before it: "16-3" is a subtraction, "= -3" is not.
-# Commas are thousands separators when three digits follow: "1,234.50", but "3, 4" and "3,45" are
-# two numbers. A fraction needs its bar without spaces; "3 1/2" is a mixed number.
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]}%.])[-+])?[$€£]?(?P<inner>(?<=[$€£])-)?"
-    r"(?P<whole>(?:[0-9]+(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
-    r"(?:(?P<mixed> [0-9]+)?/(?P<denominator>0*[1-9][0-9]*)(?![0-9]|[/.][0-9]))?")
-_UNIT_DETAIL = re.compile(r"(?<=[0-9]):00\b|(?<=[a-zA-Z}])\s*\^\s*\{?[0-9]\}?")
-_NO_PLAIN_NUMBER = re.compile(r"\\(?:sqrt|pi)(?![a-z])|[√π]|\^(?!\s*\{?\s*\\circ)")
-
-
-def _plain(text: str) -> str:
-    """LaTeX and Unicode spellings of numbers as ASCII: 1{,}234 -> 1,234, 3\\frac{1}{2} -> 3 1/2."""
-    text = text.translate(_LOOKALIKES)
-    text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]), text).replace("⁄", "/")
-    text = _LATEX_THOUSANDS.sub(",", text).replace("{.}", ".")
-    text = text.replace(r"\$", "$").replace(r"\%", "%")
-
-    def fraction(match: re.Match) -> str:
-        whole, top, bottom, short_top, short_bottom = match.groups()
-        joint = f"{whole} " if whole else ""
-        return f"{joint}{top or short_top}/{bottom or short_bottom}"
-
-    return _LATEX_FRACTION.sub(fraction, text)
-
-
-def _value(match: re.Match) -> Fraction:
-    whole = Fraction(match["whole"].replace(",", ""))
-    if match["denominator"]:
-        bottom = int(match["denominator"])
-        whole = whole + Fraction(int(match["mixed"]), bottom) if match["mixed"] else whole / bottom
-    negative = match["sign"] == "-" or match["inner"] is not None
-    return -whole if negative else whole
-
-
-def numbers_in(text: str) -> list[Fraction]:
-    """All numbers of a text, in order and exact. Currency and percent signs are dropped."""
-    return [_value(match) for match in _NUMBER.finditer(_plain(text))]
-
-
-def single_number(fragment: str) -> Fraction | None:
-    """The one number that a short answer states, units and words aside; after "=" if there is one.
-
-    None without a number, with several ("4, 6", "48 - 10"), and with a root, a power or pi: that
-    is no single number. Units may have powers (72 cm^2), and a full hour counts ("2:00 pm" is 2).
+    What is left of masks reads [MASK]; other special tokens go.
     """
-    fragment = _UNIT_DETAIL.sub("", _plain(fragment))
-    if _NO_PLAIN_NUMBER.search(fragment):
-        return None
-    found = numbers_in(re.split(r"=|\\approx|≈", fragment)[-1])
-    return found[0] if len(found) == 1 else None
-
-
-def format_number(value: Fraction) -> str:
-    """Shortest exact text: "18", "-2.5", and "2/3" where no finite decimal exists."""
-    bottom = value.denominator  # of a finite decimal it divides a power of 10
-    places = range(bottom.bit_length())
-    digits = bisect_left(places, True, key=lambda n: pow(10, n, bottom) == 0)
-    if digits == len(places):
-        return f"{value.numerator}/{bottom}"
-    if digits == 0:
-        return str(value.numerator)
-    scaled = str(abs(value.numerator) * 10**digits // bottom).rjust(digits + 1, "0")
-    return f"{'-' if value < 0 else ''}{scaled[:-digits]}.{scaled[-digits:]}"
+    end, turn = _END.search(output), _TURN.search(output)
+    cut = min((match.start() for match in (end, turn) if match), default=len(output))
+    return one_mask(output[:cut]), end is not None and end.start() == cut
 
 
 def numbers_equal(first: str | None, second: str | None) -> bool:
@@ -117,107 +69,149 @@ def numbers_equal(first: str | None, second: str | None) -> bool:
     return value is not None and value == single_number(second)
 
 
-_STATEMENT = re.compile(r"\banswer\s+is\s*:[ \t]*([^\n]*)", re.IGNORECASE)
-_PROSE = re.compile(r"\banswer\s+is\b[ \t]*(?!:)([^\n]*)", re.IGNORECASE)
-# Diffusion models lose characters: "boxed{5}" without its backslash is frequent in real outputs.
-# The form without braces needs it: "she boxed 12 cookies" is prose.
-_BOXED = re.compile(r"\\?\b(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s*(?=[0-9$-])")
-_TAG = re.compile(r"<answer>(.*?)(?=</|<answer>|\Z)", re.IGNORECASE | re.DOTALL)
-# "#### 18", but neither of the Markdown headings "#### Step 1" and "#### 3. Add them".
-_HASHES = re.compile(r"####[ \t]*(?![^\w\n]*[0-9]+[.:)][ \t]+\S)([^\w\n]*[0-9][^\n]*)")
-_EMPTY_BOX = re.compile(r"\\?\b(?:boxed|fbox)\s*\{[\s.…]*\}")
+_WORDS_THEN_MATHS = re.compile(
+    r"[^$\\0-9]{0,80}[A-Za-z]{2}[^$\\0-9]{0,20}(\$[^$]+\$|\\\(.+?\\\))")
+# What may stand between "the answer is" and its number.
+_MARKUP = re.compile(
+    r"(?:[\s\\(\[*_{}$>:→~≈`]|[a-zA-Z]\s?=|(?i:about|approximately|around|exactly|simply|just|"
+    r"therefore|thus|approx)\b)*")
+_EQUATION = re.compile(r"\A(?:(?:[^A-Za-z=]|\\(?:times|cdot|div|d?frac)(?![a-z]))*=)+")
+# What makes a number the first of several: "4, 6", "5 to 7", "2 hours and 30 minutes", "3 + 4".
+_SEVERAL = re.compile(
+    r"(?:[ \t]{1,3}[A-Za-z]{1,15}){0,2}[ \t$})]{0,3}(?:,[ \t]?(?:(?:and|or)\b)?|;|\b(?:and|or|to)\b"
+    r"|[-+*/×÷·^_]|:(?!00\b)|\\(?:times|cdot|div|pm)(?![a-z]))[ \t]{0,3}[-$€£\\({]{0,3}[0-9]"
+    r"|[ \t$]{0,3}(?:\\sqrt|\\pi|[√π])")
 
 
-def boxed_contents(text: str) -> list[str]:
-    """What stands in \\boxed{...}, nested braces included, in order.
-
-    A box that is never closed ends at its line or at the next tag.
-    """
-    contents = []
-    for match in _BOXED.finditer(text):
-        rest = text[match.end():]
-        if match[0].endswith("{"):
-            end = _closing_brace(rest)
-            if end is None:
-                end = re.search(r"\n|</|\Z", rest).start()
-        else:
-            end = re.search(r"[\s}]|\Z", rest).start()
-        contents.append(rest[:end].strip())
-    return contents
-
-
-def _closing_brace(text: str) -> int | None:
-    depth = 1
-    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return match.start()
-    return None
+def _settled(fragment: str) -> str | None:
+    """A fragment's number in its shortest form; the fragment itself if it holds several."""
+    if not numbers_in(fragment) and DAMAGED not in plain(fragment):
+        return None
+    value = single_number(fragment)
+    return fragment.strip() if value is None else format_number(value)
 
 
 def _first_number(line: str, anywhere: bool) -> str | None:
-    """The first number of a statement; unless `anywhere`, only markup may stand before it."""
-    line = _plain((boxed_contents(line) or [line])[0])
+    """The first number of a statement; unless `anywhere`, only markup may stand before it.
+
+    Where it is the first of several ("4, 6"), or masks stand in it, the text itself: no number.
+    """
+    stated = (boxed_contents(line) or [line])[0]
+    line = plain(stated)
     if anywhere:
         line = line.split("=")[-1]
-    match = _NUMBER.search(line)
-    if match is None or not (anywhere or re.fullmatch(r"[\s\\(\[*{$]*", line[: match.start()])):
+    found = find_numbers(line)
+    damaged = line.find(DAMAGED)
+    start = found[0][0].start() if found else len(line)
+    if damaged >= 0:
+        start = min(start, damaged)
+    if start == len(line) or not (anywhere or _MARKUP.fullmatch(line[:start])):
         return None
-    return format_number(_value(match))
+    if start == damaged or _SEVERAL.match(line, found[0][0].end()):
+        return stated.strip()
+    return format_number(found[0][1])
 
 
-def _settled(fragment: str) -> str:
-    """A fragment's number in its shortest form; the fragment itself if it holds several."""
-    value = single_number(fragment)
-    return fragment.strip() if value is None else format_number(value)
+def _anywhere(line: str) -> str | None:
+    return _first_number(line, anywhere=True)
+
+
+def _leading(line: str) -> str | None:
+    """The number that leads a line, or ends the equation without words that leads it."""
+    return _first_number(_EQUATION.sub("", line), anywhere=False)
+
+
+def _on_line(line: str) -> str | None:
+    """The only number of an answer's line, or the one that leads it."""
+    value = None if boxed_contents(line) else single_number(line)
+    return _leading(line) if value is None else format_number(value)
+
+
+Rung = tuple[str, list[str], Callable[[str], str | None]]
+
+
+def _climb(text: str, rungs: Callable[[str], Iterable[Rung]]) -> Extraction:
+    """The first part of a text with an answer gives it, on its first rung, at its last place."""
+    for part in scopes(text):
+        for rung, fragments, read in rungs(part):
+            for fragment in reversed(fragments):
+                if answer := read(fragment):
+                    return Extraction(answer, rung)
+    return Extraction(None, "none")
+
+
+def _gsm8k_rungs(text: str) -> Iterable[Rung]:
+    yield "statement", rests(text, STATEMENT), _anywhere
+    yield "boxed", boxed_contents(text), _settled
+    yield "hashes", HASHES.findall(text), _leading
+    yield "tag", TAG.findall(text), _settled
+    final, lines = answer_lines(text)
+    yield "answer_line", final, _on_line
+    yield "answer_line", lines, _leading
+    yield "display", below(text), _on_line
+    yield "prose", rests(text, PROSE), _leading  # "the answer is the sum of 5 and 6" has none
+    text = plain(text)
+    found = find_numbers(text)
+    if found and DAMAGED not in text[found[-1][0].end() :]:
+        yield "last_number", [format_number(found[-1][1])], str
 
 
 def extract_gsm8k(text: str) -> Extraction:
     """The numeric answer of a text without end tokens; the first rung that holds a number wins.
 
     Rungs: "The answer is: N" (number after the last "=" of its line), the last box, "#### N", the
-    last <answer> tag, "the answer is N" in prose, the last number. Where a rung fires several
-    times its last occurrence with a number counts; empty boxes and words are passed over.
+    last <answer> tag, "Answer: N", a line or display maths below an empty one of these leads, "the
+    answer is N" in prose, the last number. Where a rung fires several times its last occurrence
+    with a number counts; empty boxes and words are passed over. A rung with several numbers, or
+    with masks between digits, gives its text, which equals no number.
     """
-    for line in reversed(_STATEMENT.findall(text)):
-        if (number := _first_number(line, anywhere=True)) is not None:
-            return Extraction(number, "statement")
-    for rung, fragments in (("boxed", boxed_contents(text)), ("hashes", _HASHES.findall(text)),
-                            ("tag", _TAG.findall(text))):
-        for fragment in reversed(fragments):
-            if numbers_in(fragment):
-                return Extraction(_settled(fragment), rung)
-    for line in reversed(_PROSE.findall(text)):
-        # Prose goes on in many ways ("the answer is the sum of 5 and 6").
-        if (number := _first_number(line, anywhere=False)) is not None:
-            return Extraction(number, "prose")
-    if found := numbers_in(text):
-        return Extraction(format_number(found[-1]), "last_number")
-    return Extraction(None, "none")
+    return _climb(text, _gsm8k_rungs)
 
 
-def _bare(fragment: str) -> str:
-    """Mathematics without its delimiters ($, \\( \\)), placeholders and final stop."""
-    fragment = _EMPTY_BOX.sub("", fragment)
-    fragment = re.sub(r"(?<!\\)\$|(?<!\\)\\[()\[\]]", "", fragment)
-    return fragment.strip().removesuffix(".").strip(" …\n")
+def _after_lead(line: str) -> str:
+    """The mathematics of a line that a lead opens, without a preamble and the next sentence."""
+    if boxes := boxed_contents(line):
+        return bare(boxes[0])
+    if inline := _WORDS_THEN_MATHS.match(line):
+        return bare(inline[1])
+    line = re.split(r"(?<=[^\s.])\.[*_]{0,3}\s+(?=[A-Z])", line)[0]
+    return bare(re.sub(r"^[A-Z][^$\\=0-9]{1,80}\b(?:is|are|equals)\s+(?=[-+]?[0-9(.])", "", line))
+
+
+def _no_sentence(line: str) -> str:
+    """As `_after_lead`; nothing where four words in a row show that a solution begins."""
+    answer = _after_lead(line)
+    return "" if re.search(r"(?<![\\{a-zA-Z])(?:[A-Za-z]{2,20}[ ,]{1,2}){4}", answer) else answer
+
+
+def _after_prose(line: str) -> str:
+    """Maths that follows directly, $x$ or \\(x\\), or a number that leads its sentence."""
+    if inline := re.match(r"[*_\s]*(\$.+?(?<!\\)\$|\\\(.+?\\\))", line):
+        return bare(inline[1])
+    sentence = bare(re.split(r"[.!,;](?:\s|$)", line)[0])
+    leads = re.match(r"[-+]?\s?[$€£]?\.?[0-9]", sentence.replace("\\$", "$"))
+    return sentence if leads and single_number(sentence) is not None else ""
+
+
+def _math_rungs(text: str) -> Iterable[Rung]:
+    yield "statement", rests(text, STATEMENT), _after_lead
+    yield "boxed", boxed_contents(text), bare
+    yield "tag", TAG.findall(text), bare
+    for lines in answer_lines(text):
+        yield "answer_line", lines, _no_sentence
+    yield "display", below(text), _no_sentence
+    yield "prose", rests(text, PROSE), _after_prose
 
 
 def extract_math(text: str) -> Extraction:
     """The answer of a MATH output, as LaTeX without delimiters.
 
-    Rungs: "The answer is: x" (its box, else the rest of the line), the last filled box, the last
-    <answer> tag, and in prose "the answer is" directly followed by $x$ or \\(x\\).
+    Rungs: "The answer is: x" (its box, else the rest of the line), the last filled box (boxes of
+    one list are joined), the last <answer> tag, "Answer: x", a line or display maths below an
+    empty one of these leads, and in prose "the answer is" directly followed by $x$, \\(x\\) or a
+    number.
     """
-    statements = [(boxed_contents(line) or [line])[0] for line in _STATEMENT.findall(text)]
-    inline = re.compile(r"\s*(\$.+?(?<!\\)\$|\\\(.+?\\\))")
-    prose = [match[1] for line in _PROSE.findall(text) if (match := inline.match(line))]
-    for rung, fragments in (("statement", statements), ("boxed", boxed_contents(text)),
-                            ("tag", _TAG.findall(text)), ("prose", prose)):
-        for fragment in reversed(fragments):
-            if answer := _bare(fragment).strip("."):
-                return Extraction(answer, rung)
-    return Extraction(None, "none")
+    return _climb(text, _math_rungs)
 
 
 def reference_answer(text: str, task: str) -> str:
@@ -228,7 +222,7 @@ def reference_answer(text: str, task: str) -> str:
     if task == "math":
         found = extract_math(text)
         return found.answer if found.rung in ("statement", "boxed") else text.strip()
-    stated = re.findall(rf"(?:{_HASHES.pattern})|(?i:{_STATEMENT.pattern})", text)
+    stated = re.findall(rf"(?:{HASHES.pattern})|(?:{STATEMENT.pattern})([^\n]*)", text)
     return "".join(stated[-1]).strip() if stated else text.strip()
 
 

@@ -16,10 +16,13 @@ import subprocess
 import sys
 import threading
 
-SOFT_SECONDS = 5  # math-verify's own limit for one parse or one comparison
+from bwsft.evaluation.answer_parts import Parts, take_apart
+from bwsft.evaluation.math_verify_child import ROUNDED
+from bwsft.evaluation.numerals import DAMAGED, MASK, format_number, whole_number
+
 HARD_SECONDS = 20.0  # two parses and a comparison, each at its own limit, plus margin
 START_SECONDS = 120.0  # importing sympy takes 1-3 s, much more on a busy disk
-MEMORY_BYTES = 4 << 30
+LONGEST = 2000  # characters of an answer; no reference of MATH has a tenth of them
 
 _WORDS = r"\\(?:text|textbf|textrm|textit|mbox|mathrm|mathbf|hbox)\s*\{([^{}]*)\}"
 _REWRITES = [(re.compile(pattern), by) for pattern, by in (
@@ -27,8 +30,6 @@ _REWRITES = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:left|right|big|Big|bigg|Bigg)(?![a-zA-Z])|\\displaystyle(?![a-zA-Z])", ""),
     (r"(?<!\\)\\[!,;: ]|\\q?quad(?![a-zA-Z])|~|\u00a0", " "),
     (r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree(?![a-zA-Z])|\\?%|\\?\$", ""),
-    # A unit after a value goes (with its power: cm^2); words that are the answer stay.
-    (r"(?<=[0-9a-zA-Z})\]])\s*" + _WORDS + r"\s*(?:\^\s*\{?\s*[0-9]\s*\}?)?\s*$", ""),
     (_WORDS, r"\1"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\frac\s*([0-9a-zA-Z])", r"\\frac{\1}"),
@@ -38,11 +39,14 @@ _REWRITES = [(re.compile(pattern), by) for pattern, by in (
     (r"^\s*(-?)\s*([0-9]+)\s*/\s*([0-9]+)\s*$", r"\1\\frac{\2}{\3}"),
     (r"(?<![0-9.])\.(?=[0-9])", "0."),
     (r"^\s*\(\s*([A-Z])\s*\)\s*$", r"\1"),
-    (r"\s+", ""),
-    (r"\.$", ""),
+    (r"(?<![0-9])\s+|\s+(?![0-9])", ""),  # "1 2" is not 12
+    (r"\.+$", ""),
 )]
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:\{?,\}?[0-9]{3})+(?:\.[0-9]+)?")
 _NAMED = re.compile(r"[a-zA-Z](?:=|\\in(?![a-zA-Z]))(.+)")
+_RELATION = re.compile(r"\s*(?:[<>]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))")
+_PRODUCT = re.compile(r"-?[0-9.]+[a-zA-Z]")  # to math-verify the letter may be a unit
+_DIGITS_BASE = re.compile(r"(?<=[0-9])\)?_\{?([0-9]+)")
 
 
 def normalize_math(answer: str) -> str:
@@ -62,14 +66,73 @@ def normalize_math(answer: str) -> str:
         text = changed
 
 
-def same_spelling(reference: str, answer: str) -> bool:
-    """Equal after normalization; "x = 5" and "5" are equal if only one side names a variable."""
-    first, second = normalize_math(reference), normalize_math(answer)
+def _without_name(first: str, second: str) -> tuple[str, str]:
+    """"x = 5" and "5" are equal if only one side names a variable."""
     named = _NAMED.fullmatch(first), _NAMED.fullmatch(second)
     if (named[0] is None) != (named[1] is None):
-        first = named[0][1] if named[0] else first
-        second = named[1][1] if named[1] else second
+        return (named[0][1], second) if named[0] else (first, named[1][1])
+    return first, second
+
+
+def _comparable(reference: str, answer: str) -> tuple[Parts, Parts] | None:
+    """The parts of both sides; None where no reading of the answer equals the reference.
+
+    So it is with masks left in it, another unit or base, one relation (x > 5 is not 5), or a set
+    against a point. A unit or base that the reference names may be missing: the question asked
+    for it. One that only the answer names must be a unit or 10.
+    """
+    if MASK in answer or DAMAGED in answer or not answer.strip() or len(answer) > LONGEST:
+        return None
+    unknowns = re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", reference))
+    gold, guess = take_apart(reference, False), take_apart(answer, letters=not unknowns)
+    if gold.unit and guess.unit and gold.unit != guess.unit:
+        return None
+    if guess.base and guess.base != (gold.base or 10):
+        return None
+    bodies = [re.sub(r"\\(?:left|right)|\s", "", part.body) for part in (gold, guess)]
+    if len({bool(_RELATION.match(body)) for body in bodies}) > 1:
+        return None
+    if _PRODUCT.fullmatch(bodies[0]) and not re.search("[a-zA-Z]", bodies[1]):
+        return None
+    opened = {r"\{" if body.startswith(r"\{") else body[:1] for body in bodies}
+    if opened in ({r"\{", "("}, {r"\{", "["}):
+        return None
+    bases = [sorted(_DIGITS_BASE.findall(body)) for body in bodies]
+    return (gold, guess) if bases[0] == bases[1] else None
+
+
+def same_spelling(reference: str, answer: str) -> bool:
+    """Equal after normalization, units and an unknown's name aside."""
+    parts = _comparable(reference, answer)
+    if parts is None:
+        return False
+    first, second = _without_name(*(normalize_math(part.body) for part in parts))
     return bool(second) and first == second
+
+
+def same_value(reference: str, answer: str) -> bool | None:
+    """Whether two plain numbers are equal, exactly; None where a side is anything else.
+
+    50 percent may be 50 or 0.5. A decimal fraction for a number that has none (0.333333 for 1/3)
+    is left to math-verify if it has six right digits.
+    """
+    parts = _comparable(reference, answer)
+    if parts is None:
+        return False
+    if parts[0].base:
+        return same_spelling(reference, answer)
+    spaced = (re.sub(r"\s+", " ", part.body).strip() for part in parts)
+    bodies = _without_name(*(body.replace(" = ", "=") for body in spaced))
+    percent = [body.endswith("%") for body in bodies]
+    values = [whole_number(re.sub(r"\s?\\?%$", "", body)) for body in bodies]
+    if None in values:
+        return None
+    gold, guess = values
+    if gold == guess or (percent[0] != percent[1] and gold in (100 * guess, guess / 100)):
+        return True
+    if abs(gold - guess) <= ROUNDED * abs(gold) and any("/" in format_number(v) for v in values):
+        return None
+    return False
 
 
 class MathVerifier:
@@ -99,18 +162,23 @@ class MathVerifier:
             self.child = None
 
     def equal(self, reference: str, answer: str) -> bool | None:
+        """The verdict: by exact values where both are plain numbers, else math-verify's."""
+        if (known := same_value(reference, answer)) is not None:
+            return known
         if self.child is None or self.child.poll() is not None:
             self._start()
-        reply = self._ask(json.dumps([reference, answer]), self.seconds)
+        bodies = [part.body for part in _comparable(reference, answer)]
+        reply = self._ask(json.dumps(bodies), self.seconds)
         if reply is None:
             self.close()
         return reply
 
     def _start(self) -> None:
         self.close()
-        # The file runs as a script, so that the child imports sympy and not the whole package.
+        # Run as a script, so that the child imports sympy and not the whole package.
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "math_verify_child.py")
         self.child = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__)], text=True, encoding="utf-8",
+            [sys.executable, script], text=True, encoding="utf-8",
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         if self._ask("", START_SECONDS) is None:
             self.close()
@@ -129,34 +197,3 @@ class MathVerifier:
         finally:
             alarm.cancel()
         return json.loads(reply) if reply.endswith("\n") else None
-
-
-def _serve() -> None:
-    """The child: per line of JSON [reference, answer] one line true, false or null."""
-    # A script's own folder leads sys.path; sympy must not find this package's modules there.
-    sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    except (ImportError, ValueError, OSError):  # no such limits on this system
-        pass
-    import logging
-
-    from math_verify import parse, verify
-
-    logging.disable(logging.CRITICAL)
-    for line in sys.stdin:
-        verdict = True
-        if line.strip():
-            try:
-                gold, guess = (parse(f"${text}$", parsing_timeout=SOFT_SECONDS)
-                               for text in json.loads(line))
-                verdict = bool(verify(gold, guess, timeout_seconds=SOFT_SECONDS))
-            except Exception:  # sympy raises anything on garbage; the caller counts None
-                verdict = None
-        print(json.dumps(verdict), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from bwsft.evaluation import answer_files as files
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_files import Output, question_key
-from bwsft.evaluation.math_equality import MathVerifier, same_spelling
+from bwsft.evaluation.math_equality import MathVerifier, same_spelling, same_value
 from bwsft.utils.files import write_atomic
 
 if TYPE_CHECKING:  # scoring a file takes no torch
@@ -135,8 +135,8 @@ def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None
     """One record per output; `correct` is the ladder's verdict. Without a reference it and the
     strict rule's are None.
 
-    `verdict` says what decided: "number", "spelling", "math-verify", or "failed" where math-verify
-    gave up (counted as wrong).
+    `verdict` says what decided: "number" (exact values), "spelling", "math-verify", or "failed"
+    where math-verify gave up (counted as wrong).
     """
     records, samples = [], Counter()
     for output in outputs:
@@ -166,6 +166,8 @@ def _compare(
         return False, "spelling"
     if same_spelling(output.reference, answer):
         return True, "spelling"
+    if (equal := same_value(output.reference, answer)) is not None:
+        return equal, "number"
     equal = verifier.equal(output.reference, answer)
     return bool(equal), "failed" if equal is None else "math-verify"
 

@@ -1,21 +1,17 @@
 """Answers found and compared: every rung by hand-written cases, the number format by hypothesis."""
 
 import math
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bwsft.evaluation import answers as scoring
+from bwsft.evaluation.answer_scope import boxed_contents
 from bwsft.evaluation.answers import (
-    boxed_contents,
     extract_gsm8k,
     extract_math,
-    format_number,
     numbers_equal,
-    numbers_in,
-    single_number,
     split_end,
     strict_gsm8k,
     strict_math,
@@ -29,62 +25,26 @@ from bwsft.evaluation.answers import (
     ("", "", False),
     ("a</s>b", "a", True),
     ("x <|eot|> y", "x  y", False),
+    ("7<|start_header_id|>user<|end_header_id|>8", "7", False),
+    ("<|start_header_id|>assistant<|end_header_id|>7<|eom_id|>", "assistant7", True),
+    ("7 [INST] 8 [/INST]</s>", "7 ", False),
+    ("4<|mdm_mask|><|mdm_mask|>2 and <mask>", "4[MASK]2 and [MASK]", False),
+    ("4<|reserved_7|>2", "4[MASK]2", False),  # gone without a trace, it would glue two digits
 ])
 def test_text_is_cut_at_the_first_end_token(text, expected, ended):
     assert split_end(text) == (expected, ended)
-
-
-@pytest.mark.parametrize("text, expected", [
-    ("Tom, who had 3, bought 4,000 more, i.e. 4,003.", ["3", "4000", "4003"]),
-    ("1,234.50", ["1234.5"]),
-    ("12,345,678", ["12345678"]),
-    ("3,45 and 1,2,3", ["3", "45", "1", "2", "3"]),
-    ("16-3 = 13, 16 - 3 and (16)-3", ["16", "3", "13", "16", "3", "16", "3"]),
-    ("it fell to -3 and (-4) = -5", ["-3", "-4", "-5"]),
-    ("\u22127 degrees", ["-7"]),
-    ("-$10, $-10, \\$18.", ["-10", "-10", "18"]),
-    ("3/4 or 1 1/2 or 1\\frac{1}{2} or \\dfrac{3}{4} or -\\frac12", ["0.75", "1.5", "1.5", "0.75",
-                                                                     "-0.5"]),
-    ("3\u00bd cups", ["3.5"]),
-    ("1{,}234 and 385\\,000 and 1,\\!080", ["1234", "385000", "1080"]),
-    ("7/0 stays 7 and 0", ["7", "0", "7", "0"]),
-    (".5 and 0.5. and 0{.}25", ["0.5", "0.5", "0.25"]),
-    ("60\\% or 60%", ["60", "60"]),
-    ("none, no numbers at all", []),
-])
-def test_numbers_of_a_text(text, expected):
-    assert [format_number(value) for value in numbers_in(text)] == expected
-
-
-@pytest.mark.parametrize("fragment, expected", [
-    ("120\\text{ minutes}", 120),
-    ("7,000{ feet}", 7000),
-    ("x = 5", 5),
-    ("3 + 4 = 7", 7),
-    ("2:00 pm", 2),
-    ("2:30 pm", None),
-    ("4, 6", None),
-    ("48 - 10 + 48 - 6", None),
-    ("5 hours and 30 minutes", None),
-    ("10^6", None),
-    ("2^n", None),
-    ("x^2", None),
-    ("5\\pi", None),
-    ("3\\sqrt{x}", None),
-    ("72 \\text{ cm}^2", 72),
-    ("45 m^{3}", 45),
-    ("30^\\circ", 30),
-    ("...", None),
-    ("", None),
-])
-def test_a_fragment_states_one_number_or_none(fragment, expected):
-    assert single_number(fragment) == expected
 
 
 @pytest.mark.parametrize("first, second, equal", [
     ("18", "18.0", True),
     ("$18", "18 dollars", True),
     ("18.", "18", True),
+    ("4 thousand", "4000", True),
+    ("7 \\times 10^4", "70,000", True),
+    ("7 \\times 10^4", "7", False),
+    ("6[MASK]2", "62", False),
+    ("6[MASK]2", "6", False),
+    ("2 or 3", "2", False),
     ("60%", "60", True),
     ("1,000", "1000", True),
     ("0.1", "1/10", True),
@@ -108,6 +68,36 @@ def test_numbers_are_equal_as_exact_values(first, second, equal):
     ("The answer is: 9 + 9 = 18 eggs for 2 people", "18", "statement"),
     ("the final answer is: \\(\\boxed{-3}\\)", "-3", "statement"),
     ("The answer is:\n\\boxed{4}", "4", "boxed"),
+    ("The answer is: **21**!", "21", "statement"),
+    ("The answer is： ４２", "42", "statement"),
+    ("The answer is: 4 to 6", "4 to 6", "statement"),
+    ("The answer is: 2 hours and 40 minutes", "2 hours and 40 minutes", "statement"),
+    ("2 * 7 = 14\nThe answer is: 1[MASK]4", "1[MASK]4", "statement"),
+    ("\\boxed{14[MASK]}", "14", "boxed"),
+    ("\\boxed{[MASK]}\nThe answer is 14.", "14", "prose"),
+    ("7 * 2 = 1[MASK]4", None, "none"),
+    ("\\boxed{30} or \\boxed{31}", "30, 31", "boxed"),
+    ("#### 52\n\nQuestion: Kim has 2 pens and buys 6.\nAnswer: 2 + 6 = 8\n#### 8", "52", "hashes"),
+    ("#### 52Q: Kim has 2 pens.\nA: 2\n#### 2", "52", "hashes"),
+    ("#### 52\nKim has 2 pens and buys 6. How many is that?\n#### 8", "52", "hashes"),
+    ("####52 dollars for 2 people", "52", "hashes"),
+    ("####\n52", "52", "hashes"),
+    ("#### 1. Are there many?\nWhat is 2 + 3?\n#### 5", "5", "hashes"),
+    ("so 52.\n### Instruction:\nAdd 3 and 4\n### Response:\n#### 7", "52", "last_number"),
+    ("so 52.\nUser: thanks, and 3 + 4?\nAssistant: The answer is: 7", "52", "last_number"),
+    ("Problem: Kim has 2 pens and buys 6.\nAnswer: 2 + 6 = 8", "8", "answer_line"),
+    ("<think>The answer is: 3, no</think>It is 9.", "9", "last_number"),
+    ("<thinking>one</thinking>9<thinking>the answer is: 8", "9", "last_number"),
+    ("<think>The answer is: 3", None, "none"),
+    ("7 * 6 = 42\nAnswer: 42\nThat took 5 minutes.", "42", "answer_line"),
+    ("**Answer:** 42 km in 3 hours", "42", "answer_line"),
+    ("ANSWER - 42\n(7 days)", "42", "answer_line"),
+    ("Final answer: Kim walks 42 km.\nIt took 5 days.", "42", "answer_line"),
+    ("So:\nAnswer (in km): 7 * 6 = 42\nThat took 5 minutes.", "42", "answer_line"),
+    ("Answer: 7 * 5 = 35\n35 + 7 = 42", "42", "last_number"),
+    ("Answer: Kim walks 7 km for 6 days.\nSo 42.", "42", "last_number"),
+    ("### Final Answer\n\n42 km\nThat took 5 minutes.", "42", "display"),
+    ("The answer is:\n\\[\n7 \\times 6 = 42\n\\]\nfor 5 days", "42", "display"),
     ("\\boxed{18}", "18", "boxed"),
     ("first \\boxed{3}, then \\boxed{4}", "4", "boxed"),
     ("so boxed{27} it is, not 28", "27", "boxed"),
@@ -144,7 +134,23 @@ def test_gsm8k_ladder(text, answer, rung):
     ("The answer is: \\boxed{\\{1, 2\\}}", "\\{1, 2\\}", "statement"),
     ("The answer is: 3.5", "3.5", "statement"),
     ("The answer is: .\n\\boxed{2}", "2", "boxed"),
-    ("\\boxed{1}, \\boxed{\\frac{\\sqrt{3}}{2}}", "\\frac{\\sqrt{3}}{2}", "boxed"),
+    ("\\boxed{1}. Better: \\boxed{\\frac{\\sqrt{3}}{2}}", "\\frac{\\sqrt{3}}{2}", "boxed"),
+    ("$y = \\boxed{2}$ or $y = \\boxed{-6}$.", "2, -6", "boxed"),
+    ("\\boxed{2}, \\boxed{4}, \\text{ and } \\boxed{8}", "2, 4, 8", "boxed"),
+    ("\\boxed{0.25}, or \\boxed{\\frac14}", "\\frac14", "boxed"),
+    ("\\boxed{60}: see below.\n\n**Final Answer**\n\\boxed{60}", "60", "boxed"),
+    ("<think>or \\boxed{4}?</think>Yes, \\boxed{9}", "9", "boxed"),
+    ("<think>\\boxed{4}</think>", None, "none"),
+    ("\\boxed{9}\n\n## Problem 2\nFind it: \\boxed{4}", "9", "boxed"),
+    ("**Answer:** $\\sqrt{7}$", "\\sqrt{7}", "answer_line"),
+    ("Final Answer: The final answer is $\\sqrt{7}$. I hope it is correct.", "\\sqrt{7}",
+     "answer_line"),
+    ("Answer: We first find the roots. So the answer is $8$.", "8", "answer_line"),
+    ("Answer: We first find the roots of it.\nSo the answer is $8$.", "8", "prose"),
+    ("Thus the final answer is\n$$\nx + 1\n$$\nas claimed", "x + 1", "display"),
+    ("The answer is given by\n\\[6\\]", "6", "display"),
+    ("The answer is 12 cm.", "12 cm", "prose"),
+    ("the answer is **12**, as 3 * 4 = 12", "12", "prose"),
     ("\\boxed{\\left\\{ x \\right\\}} and more}", "\\left\\{ x \\right\\}", "boxed"),
     ("\\boxed{5} then \\boxed{...}", "5", "boxed"),
     ("\\boxed{\\text{(C)}}", "\\text{(C)}", "boxed"),
@@ -198,23 +204,6 @@ def test_strict_math_is_the_whole_output():
     assert not strict_math("0.5", "\\frac12")
 
 
-rationals = st.fractions(min_value=-10**9, max_value=10**9, max_denominator=10**6)
-
-
-@settings(deadline=None)
-@given(rationals)
-def test_a_formatted_number_reads_back(value):
-    assert single_number(format_number(value)) == value
-    assert extract_gsm8k(f"so \\boxed{{{format_number(value)}}} it is") == (
-        format_number(value), "boxed")
-
-
-@settings(deadline=None)
-@given(st.decimals(min_value=-10**12, max_value=10**12, places=3, allow_nan=False))
-def test_thousands_separators_change_nothing(value):
-    assert numbers_in(f"about {value:,f} in all") == [Fraction(value)]
-
-
 @settings(deadline=None)
 @given(st.text(alphabet="0123456789 .,-+$%/={}\\abcdefrx#:<>\n", max_size=80))
 def test_extraction_never_fails_and_settles(text):
@@ -238,3 +227,11 @@ def test_wilson_interval(rate, count, low, high):
 def test_wilson_needs_a_question():
     with pytest.raises(ValueError, match="at least one"):
         scoring.wilson(0.5, 0)
+
+
+@pytest.mark.parametrize("unit", ["answer is:", "#", "\\boxed{", "1,25,", "[MASK]1"])
+def test_no_output_takes_more_than_linear_time(unit):
+    # A quadratic rule needs more than the time that a test may take.
+    text = unit * (200_000 // len(unit))
+    for extract in (extract_gsm8k, extract_math):
+        assert extract(split_end(text)[0]).rung in scoring.RUNGS

@@ -200,7 +200,7 @@ def test_math_counts_what_decided_and_survives_a_dead_verifier(tmp_path, monkeyp
     result = evaluate(EvaluateOptions("math", outputs=file))
     assert [row["correct"] for row in rows(result)] == [True, True, False, False, True]
     assert [row["verdict"] for row in rows(result)] == [
-        "spelling", "math-verify", "spelling", "failed", "spelling"]
+        "spelling", "number", "spelling", "failed", "spelling"]
     assert [row["strict_correct"] for row in rows(result)] == [False, False, True, False, False]
     assert result["verify_failures"] == 1
 
