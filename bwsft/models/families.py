@@ -222,7 +222,7 @@ def wrap(model: PreTrainedModel, family: Family) -> Backbone:
 def _grow(model: PreTrainedModel, mask_id: int) -> None:
     """Give [MASK] a row in embedding and head: the mean of the others, so that whoever grows the
     same base gets the same model, adapters fit, and its logit is no outlier."""
-    rows = model.get_input_embeddings().num_embeddings
+    rows = len(model.get_input_embeddings().weight)
     if mask_id < rows:
         return
     with torch.random.fork_rng(devices=[]):  # transformers draws a row first
