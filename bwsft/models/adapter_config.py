@@ -12,7 +12,7 @@ import regex
 from bwsft.utils import config_check, strict_json
 
 ADAPTER_CONFIG = "adapter_config.json"
-_PATTERN_SECONDS = 2  # for all patterns of a file on all names of a model
+_PATTERN_SECONDS = 1  # for all patterns of a file on all names of a model
 
 
 @dataclasses.dataclass(frozen=True)
