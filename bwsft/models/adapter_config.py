@@ -30,11 +30,20 @@ class AdapterConfig:
     lora_bias: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
     modules_to_save: tuple[str, ...] | None = None
+    trainable_token_indices: tuple[int, ...] | dict[str, tuple[int, ...]] | None = None
     ensure_weight_tying: bool = False
     exclude_modules: str | tuple[str, ...] | None = None
     alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
     rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
     init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
+
+    def token_ids(self, module: str) -> tuple[int, ...]:
+        """The rows of an embedding that trainable_token_indices names."""
+        found = self.trainable_token_indices
+        if isinstance(found, dict):
+            ids = (ids for name, ids in found.items() if f".{module}".endswith(f".{name}"))
+            return next(ids, ())
+        return found or ()
 
     def alphas(self, names: list[str]) -> dict[str, float]:
         """lora_alpha of modules, by name, where alpha_pattern gives another one: its keys are

@@ -129,7 +129,8 @@ class DecoderBackbone(Backbone):
         if not isinstance(module, nn.Linear):
             raise ValueError(
                 f"the LM head must be a plain nn.Linear, not {type(module).__name__}: load the "
-                "model with its head, and leave the head out of an adapter's target_modules"
+                "model with its head, and leave the head, and an embedding tied to it, out of an "
+                "adapter's target_modules and trainable_token_indices (modules_to_save may have it)"
             )
         return module.weight, module.bias
 

@@ -138,9 +138,10 @@ class LladaBackbone(Backbone):
         module = active_module(self.base_model.model.head_module)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             raise ValueError(
-                "the LM head (model.transformer.ff_out, or the tied embedding) is trained whole "
-                "or not at all, but a LoRA matrix is on it: anchor target_modules on blocks.N., as "
-                "bwsft.models.lora does, or name it in modules_to_save"
+                "the LM head (model.transformer.ff_out, or the tied embedding) must stay as it is, "
+                f"but {type(module).__name__} is on it: anchor target_modules on blocks.N., as "
+                "bwsft.models.lora does, and leave it out of trainable_token_indices "
+                "(modules_to_save may have it)"
             )
         return module.weight, None
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every tensor in an adapter's file
+_ROWS = re.compile(rf"{re.escape(_PREFIX)}(.+)\.token_adapter\.trainable_tokens_delta")
 # Under bias="all" peft writes biases of modules_to_save a second time by these names.
 _REPEATED = re.compile(r"\.(modules_to_save\.\w+|original_module)\..*bias$")
 
@@ -83,9 +84,9 @@ def load_adapter(backbone: Backbone, folder: Path | str) -> None:
 
     Which matrices it is on and their ranks are read from its tensors, not from the patterns of
     adapter_config.json: a pattern may be a regular expression that takes forever. Whole weights in
-    the file (modules_to_save, bias) take the place of the model's. Targets that the model does not
-    have are named in a warning. ValueError unless every tensor fits a weight of this model, other
-    than a LoRA matrix of the head, and the config.
+    the file (modules_to_save, bias) and rows of embeddings (trainable_token_indices) take the place
+    of the model's. Targets that the model does not have are named in a warning. ValueError unless
+    every tensor fits a weight of this model and the config; for LoRA on the head, too.
     """
     import peft
 
@@ -108,11 +109,13 @@ def load_adapter(backbone: Backbone, folder: Path | str) -> None:
     tensors = {name: tensor for name, tensor in read_tensors(file).items() if name in shapes}
     taken = {place: tensors.pop(name) for name, place in whole.items()}
     _take_weights(backbone, taken, stored)
+    rows = {found[1]: tensors.pop(name) for name in shapes if (found := _ROWS.fullmatch(name))}
+    _take_rows(backbone, rows, stored, file)
     _wrap(backbone, lora)
     backbone.model.requires_grad_(False)
     _set_adapter_weights(file, tensors, backbone)
     # What a merge must know: these are no low-rank updates.
-    lora.modules_to_save = sorted(p for p in taken if not p.endswith("bias")) or None
+    lora.modules_to_save = sorted(rows | {p: 0 for p in taken if not p.endswith("bias")}) or None
     lora.bias = stored.bias if any(p.endswith("bias") for p in taken) else "none"
 
 
@@ -199,6 +202,23 @@ def _take_weights(backbone: Backbone, taken: dict[str, Tensor], stored: AdapterC
             setattr(owner, name, nn.Parameter(tensor.to(old.device, old.dtype)))
         else:
             old.copy_(tensor)
+
+
+@torch.no_grad()
+def _take_rows(
+    backbone: Backbone, rows: dict[str, Tensor], stored: AdapterConfig, file: Path
+) -> None:
+    """Rows of embeddings [n, D], by the module's name; a head that is tied has them too."""
+    modules = dict(backbone.model.named_modules())
+    for name, tensor in rows.items():
+        ids, weight = stored.token_ids(name), getattr(modules.get(name), "weight", None)
+        known = weight is not None and all(0 <= i < len(weight) for i in ids)
+        if not known or tensor.shape != (len(ids), weight.shape[1]):
+            raise ValueError(
+                f"{file}: the rows of {name:.200} are not those of trainable_token_indices in "
+                "this model: take both files from the same adapter"
+            )
+        weight[list(ids)] = tensor.to(weight.device, weight.dtype)
 
 
 def _check_targets(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig,
 
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.models.backbone import active_module
-from bwsft.models.loading import new_backbone
+from bwsft.models.loading import as_backbone, new_backbone
 
 SHAPE = dict(
     vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -47,6 +47,10 @@ CASES = {
     "whole head, embedding and norm": (
         "llada", dict(target_modules=BLOCKS, modules_to_save=["wte", "transformer.ff_out", "ln_f"])
     ),
+    "rows of an embedding": (
+        "llada", dict(target_modules=QV, trainable_token_indices={"wte": [257, 3, 40]})
+    ),
+    "rows of a tied embedding": ("qwen2", dict(target_modules=QV, trainable_token_indices=[9])),
     "whole embedding beside a tied head": (
         "qwen2", dict(target_modules=QV, modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
     ),
@@ -117,15 +121,27 @@ def test_what_peft_loads_loads_here(base, tmp_path, case):
     assert torch.equal(logits(backbone.model), expected)
     assert not torch.allclose(expected, logits(plain(folder)), atol=1e-2)
     head = active_module(theirs.get_base_model().get_output_embeddings())
-    assert torch.equal(backbone.head()[0], head.weight)
+    if not options.get("trainable_token_indices"):
+        assert torch.equal(backbone.head()[0], head.weight)
     assert not any(p.requires_grad for p in backbone.parameters())
     config = backbone.model.peft_config["default"]  # export merges what these two leave out
     stored = load_file(out / "adapter_model.safetensors")
     assert (config.bias == "none") == (not any("bias" in n and "lora" not in n for n in stored))
-    assert bool(config.modules_to_save) == ("modules_to_save" in options)
+    beyond = {"modules_to_save", "trainable_token_indices"} & options.keys()
+    assert bool(config.modules_to_save) == bool(beyond)
 
 
 @pytest.mark.filterwarnings("ignore:.*not a valid")
+def test_adapters_that_are_not_in_the_layers_are_refused(base):
+    model = plain(base("llada"))
+    soft = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=2, num_layers=2, token_dim=32,
+        num_attention_heads=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="peft_type PROMPT_TUNING.*take LoRA"):
+        as_backbone(peft.get_peft_model(model, soft))
+
+
 def test_an_adapter_on_the_head_is_refused_by_its_field(base, tmp_path):
     folder = base("llada")
     trained_by_peft(folder, tmp_path / "adapter", target_modules=["ff_out"])
