@@ -23,7 +23,8 @@ SHAPE = dict(
 SPARE = {
     "zero": lambda rows: torch.zeros_like(rows),
     "all alike": lambda rows: rows[:1].expand_as(rows),
-    "decayed": lambda rows: rows * 1e-5,
+    "decayed": lambda rows: rows * 1e-3,
+    "all but alike": lambda rows: rows[:1] + 1e-3 * rows,
 }
 
 
