@@ -114,8 +114,10 @@ def load_adapter(backbone: Backbone, folder: Path | str) -> None:
     _wrap(backbone, lora)
     backbone.model.requires_grad_(False)
     _set_adapter_weights(file, tensors, backbone)
-    # What a merge must know: these are no low-rank updates.
-    lora.modules_to_save = sorted(rows | {p: 0 for p in taken if not p.endswith("bias")}) or None
+    # What a merge must know: these are no low-rank updates of matrices.
+    embeddings = [name for name in ranks if f"{_PREFIX}{name}.lora_embedding_A" in shapes]
+    others = {*rows, *embeddings, *(place for place in taken if not place.endswith("bias"))}
+    lora.modules_to_save = sorted(others) or None
     lora.bias = stored.bias if any(p.endswith("bias") for p in taken) else "none"
 
 
