@@ -21,11 +21,12 @@ from bwsft.checkpoints.generation_config import (
 )
 from bwsft.checkpoints.state import STATE, read_state
 from bwsft.data.tokenizer import add_mask_token, load_tokenizer, mask_id_for
+from bwsft.models.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from bwsft.models.backbone import Backbone, Family, check_context
 from bwsft.models.families import Facts, family_of
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, model_folder, new_backbone, read_family
-from bwsft.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
+from bwsft.models.lora import load_adapter
 from bwsft.models.quantization import quantize, require_bitsandbytes
 from bwsft.utils.devices import pick_device
 
@@ -201,7 +202,9 @@ def load_trained(
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     adapter = (Path(source) / "adapter_config.json").exists()
     base = adapter_base(source, state) if adapter else source
-    words = load_tokenizer(tokenizer or source)
+    beside = any((Path(source) / name).exists() for name in ("tokenizer.json", "vocab.json"))
+    # peft saves an adapter without a tokenizer: it has that of its base.
+    words = load_tokenizer(tokenizer or (base if adapter and not beside else source))
     contract, facts = known_contract(source, state), Facts.of_tokenizer(words)
     if contract is not None:  # an adapter's base may not know its [MASK]
         facts = Facts(contract.mask_id, contract.logit_shift, facts.eos_id)

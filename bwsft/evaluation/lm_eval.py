@@ -21,6 +21,7 @@ from bwsft.data.chat_template import Template
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.evaluation.generation_kwargs import decoding_of
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
 
 try:
@@ -34,8 +35,6 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger(__name__)
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-DECODING = {field.name for field in dataclasses.fields(DecodeConfig)}
 OPTIONS = {field.name for field in dataclasses.fields(DecoderOptions)}
 BATCH = DecoderOptions.batch_size
 
@@ -72,7 +71,9 @@ class BwsftLM(TemplateLM):
         options["batch_size"] = int(options.get("batch_size", BATCH))
         if str(options.get("device")).startswith("cuda") and not torch.cuda.is_available():
             options["device"] = "cpu"  # the harness' command line says cuda:0 unless told otherwise
-        _known(options, OPTIONS, "model_args")
+        if odd := [name for name in options if name not in OPTIONS]:
+            names = ", ".join(sorted(OPTIONS))
+            raise ValueError(f"model_args {odd[0]} is unknown to bwsft; known are {names}")
         chosen = DecoderOptions(**options)
         self.template_asked = chosen.template
         self.decoder = Decoder.load(pretrained, chosen, template="none")
@@ -220,27 +221,6 @@ class BwsftLM(TemplateLM):
         return answer.tokens[:n] == list(response)
 
 
-def decoding_of(
-    gen_kwargs: dict[str, Any], base: DecodeConfig
-) -> tuple[DecodeConfig, int, tuple[str, ...]]:
-    """(how to decode, most tokens of the answer, strings that end it) of a request's gen_kwargs.
-
-    until, do_sample, temperature and the token limits mean what they do elsewhere in the harness;
-    the canvas is the limit rounded up to whole blocks. The other names are fields of DecodeConfig;
-    ValueError for any else.
-    """
-    wishes = dict(gen_kwargs)
-    until = wishes.pop("until", None) or []
-    limits = [wishes.pop(name) for name in LENGTHS if name in wishes]
-    if wishes.pop("do_sample", None) is False:
-        wishes["temperature"] = 0.0
-    _known(wishes, DECODING, "gen_kwargs")
-    size = wishes.get("block_size", base.block_size)
-    limit = int(limits[0]) if limits else wishes.get("gen_length", base.gen_length)
-    config = dataclasses.replace(base, **{**wishes, "gen_length": -(-limit // size) * size})
-    return config, limit, tuple([until] if isinstance(until, str) else until)
-
-
 def tail(prompt: list[int], room: int) -> list[int]:
     """The prompt's last `room` tokens, as elsewhere in the harness, with a warning."""
     if len(prompt) <= room:
@@ -253,12 +233,6 @@ def cut(text: str, until: Sequence[str]) -> str:
     """The text before the first of the strings that it contains."""
     found = (text.find(word) for word in until if word)
     return text[: min((at for at in found if at >= 0), default=None)]
-
-
-def _known(options: dict[str, Any], known: set[str], what: str) -> None:
-    if odd := [name for name in options if name not in known]:
-        names = ", ".join(sorted(known))
-        raise ValueError(f"{what} {odd[0]} is unknown to bwsft; known are {names}")
 
 
 def main() -> None:

@@ -198,6 +198,15 @@ class Backbone(nn.Module):
         return self.hidden_states(**packed(batch), context=cache, wanted=wanted, mask=mask)
 
 
+def active_module(module: nn.Module) -> nn.Module:
+    """The module that runs under a name: peft's copy, where modules_to_save wraps it."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return module
+    off = module.disable_adapters or not module.active_adapters
+    return module.original_module if off else copies[module.active_adapters[0]]
+
+
 def packed(batch: Any) -> dict[str, Any]:
     """A packed batch as arguments of :meth:`Backbone.hidden_states`."""
     found = {name: getattr(batch, name) for name in ("ids", "position_ids", "cu_seqlens")}

@@ -10,7 +10,9 @@ heads, E head width.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from bwsft.models.attention import ActiveLayout, AttentionLayout, Layout
-from bwsft.models.backbone import Backbone, Family
+from bwsft.models.backbone import Backbone, Family, active_module
 from bwsft.models.kv_cache import CacheShape, ContextCache
 
 # Factors on the logits that a head given as weight and bias cannot carry.
@@ -74,10 +76,9 @@ class DecoderBackbone(Backbone):
     """The trainer's and sampler's view of a Hugging Face causal LM; :func:`new_decoder` builds it.
 
     ``wanted`` only picks tokens here: all layers run for the whole batch. Gradient checkpointing
-    covers passes without a cache; an active pass is a few tokens and keeps its activations.
+    is a flag of each layer, which transformers' own methods switch too. It covers passes without a
+    cache; an active pass is a few tokens and keeps its activations.
     """
-
-    checkpointing = False
 
     @property
     def decoder(self) -> PreTrainedModel:
@@ -96,16 +97,14 @@ class DecoderBackbone(Backbone):
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
         keys = layout.cache.reach if active else layout.max_length
         cache = None if layout.cache is None else _LayerCache(layout)
-        for layer in checkpointed_layers(self.decoder):
-            # transformers drops the cache of a layer that it checkpoints, with a warning only.
-            layer.gradient_checkpointing = self.checkpointing and cache is None
-        output = self.decoder(
-            input_ids=ids,
-            attention_mask=mask.expand(len(ids), 1, ids.shape[1], keys),
-            position_ids=position_ids,
-            use_cache=cache is not None,
-            **{_cache_argument(self.decoder): cache},
-        )
+        with contextlib.nullcontext() if cache is None else _activations_kept(self.decoder):
+            output = self.decoder(
+                input_ids=ids,
+                attention_mask=mask.expand(len(ids), 1, ids.shape[1], keys),
+                position_ids=position_ids,
+                use_cache=cache is not None,
+                **{_cache_argument(self.decoder): cache},
+            )
         count = self.decoder.config.num_hidden_layers
         if cache is not None and cache.updates != count:
             raise ValueError(
@@ -126,11 +125,12 @@ class DecoderBackbone(Backbone):
         return CacheShape(config.num_hidden_layers, kv_heads, width)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
-        module = self.base_model.get_output_embeddings()
+        module = active_module(self.base_model.get_output_embeddings())
         if not isinstance(module, nn.Linear):
             raise ValueError(
                 f"the LM head must be a plain nn.Linear, not {type(module).__name__}: load the "
-                "model with its head, and leave the head out of an adapter's target_modules"
+                "model with its head, and leave the head, and an embedding tied to it, out of an "
+                "adapter's target_modules and trainable_token_indices (modules_to_save may have it)"
             )
         return module.weight, module.bias
 
@@ -140,11 +140,25 @@ class DecoderBackbone(Backbone):
             raise ValueError(f"{type(self.decoder).__name__} has no gradient checkpointing")
         for layer in layers:
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        self.checkpointing = enabled
+            layer.gradient_checkpointing = enabled
 
 
 def checkpointed_layers(decoder: nn.Module) -> list[nn.Module]:
     return [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+@contextlib.contextmanager
+def _activations_kept(decoder: nn.Module) -> Iterator[None]:
+    """No gradient checkpointing inside: transformers drops the cache of a layer that it
+    checkpoints, with a warning only."""
+    layers = [m for m in checkpointed_layers(decoder) if m.gradient_checkpointing]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
 
 
 def _cache_argument(decoder: nn.Module) -> str:
@@ -173,7 +187,7 @@ def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap != family.softcap:
         raise ValueError(f"the config caps logits at {softcap}, the family at {family.softcap}")
-    rows = model.get_input_embeddings().num_embeddings
+    rows = len(model.get_input_embeddings().weight)
     for name in ("mask_id", "eos_id"):
         if not 0 <= getattr(family, name) < min(family.vocab_size, rows):
             raise ValueError(

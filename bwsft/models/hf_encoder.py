@@ -62,8 +62,6 @@ class EncoderBackbone(DecoderBackbone):
         kinds = _layer_types(encoder.config)
         if _LOCAL in kinds:
             local = _windowed(layout, position_ids, encoder.config.local_attention // 2)
-        for layer in checkpointed_layers(encoder):
-            layer.gradient_checkpointing = self.checkpointing
         layouts = [local if kind == _LOCAL else layout for kind in kinds]
         packed = {"input_ids": ids[None], "position_ids": position_ids[None], "layouts": layouts}
         hidden = encoder(**packed).last_hidden_state[0]

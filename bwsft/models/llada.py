@@ -8,17 +8,19 @@ those of the official checkpoints, so no conversion happens on the way in or out
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
 from bwsft.models.attention import Layout, padded_layout, varlen_kernel
-from bwsft.models.backbone import Backbone, check_ids, check_positions
+from bwsft.models.backbone import Backbone, active_module, check_ids, check_positions
 from bwsft.models.kv_cache import CacheShape
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.llada_layers import LladaModel, LladaRMSNorm
@@ -57,6 +59,22 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         if new_num_tokens in (None, self.config.embedding_rows):
             return self.get_input_embeddings()
         raise ValueError("LLaDA's vocabulary is fixed: use one of its reserved ids instead")
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:  # fmt: skip
+        """As transformers', which counts layers of its own class alone."""
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+        self.model.checkpoint_every = every_n_layers
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return False
+
+    def prepare_inputs_for_generation(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """peft wants a model of task type CAUSAL_LM to have this method."""
+        raise ValueError("LLaDA has no next token: decode with bwsft.decoding or bwsft generate")
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
@@ -99,7 +117,7 @@ class LladaForMaskedDiffusion(PreTrainedModel):
 
 def _refuse_options(options: dict[str, Any]) -> None:
     for name, value in options.items():
-        if not (value if name == "return_dict" else value is None or value is False):
+        if not (value is None or value is (name == "return_dict")):
             raise ValueError(f"LLaDA's forward does not support {name}={value!r}")
 
 
@@ -117,17 +135,19 @@ class LladaBackbone(Backbone):
         return CacheShape(config.n_layers, config.num_kv_heads, config.head_dim)
 
     def head(self) -> tuple[Tensor, None]:
-        module = self.base_model.model.head_module
+        module = active_module(self.base_model.model.head_module)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             raise ValueError(
-                "the LM head (model.transformer.ff_out, or the tied embedding) must stay as it "
-                "is, but an adapter wraps it: anchor target_modules on blocks.N., as "
-                "bwsft.models.lora does"
+                "the LM head (model.transformer.ff_out, or the tied embedding) must stay as it is, "
+                f"but {type(module).__name__} is on it: anchor target_modules on blocks.N., as "
+                "bwsft.models.lora does, and leave it out of trainable_token_indices "
+                "(modules_to_save may have it)"
             )
         return module.weight, None
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        self.base_model.model.gradient_checkpointing = enabled
+        model = self.base_model.model
+        model.gradient_checkpointing, model.checkpoint_every = enabled, 1
 
     def set_fused_ops(self, choice: str) -> None:
         self.base_model.model.set_fused_ops(choice)

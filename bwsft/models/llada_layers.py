@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bwsft.models.attention import Layout, rope_tables
+from bwsft.models.backbone import active_module
 from bwsft.models.llada_config import LladaConfig
 
 
@@ -118,8 +119,9 @@ class LladaBlock(nn.Module):
 class LladaModel(nn.Module):
     """Embedding, layers, final norm and head under the official names (``transformer.*``)."""
 
-    # transformers switches these two; the default spares callers the reentrant variant.
+    # transformers switches these; the default spares callers the reentrant variant.
     gradient_checkpointing = False
+    checkpoint_every = 1  # of so many layers one is recomputed
     _gradient_checkpointing_func = staticmethod(partial(checkpoint, use_reentrant=False))
 
     def __init__(self, config: LladaConfig):
@@ -158,9 +160,11 @@ class LladaModel(nn.Module):
         """
         rope = rope_tables(position_ids, self.head_dim, self.rope_theta, x.dtype)
         blocks, delta = self.transformer["blocks"], None
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for block in blocks:
             rows = wanted if block is blocks[-1] else None
-            if self.gradient_checkpointing and torch.is_grad_enabled():
+            if recompute and block.layer % self.checkpoint_every == 0:
+                x = x if delta is None else x + delta
                 x, delta = self._gradient_checkpointing_func(block, x, rope, layout, rows)
                 # Added here, so that one tensor per layer stays for backward and not two.
                 x, delta = x + delta, None
@@ -169,5 +173,5 @@ class LladaModel(nn.Module):
         return _normed(self.transformer["ln_f"], x, delta)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        head = self.head_module
+        head = active_module(self.head_module)
         return F.linear(hidden, head.weight) if isinstance(head, nn.Embedding) else head(hidden)

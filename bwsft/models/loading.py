@@ -91,8 +91,8 @@ def new_backbone(
 
 def as_backbone(model: Any) -> Backbone:
     """The Backbone around a loaded model of transformers or peft (one that is a Backbone already
-    comes back as it is). ``ValueError`` for one of an unknown family, or without a [MASK]:
-    :func:`set_mask` gives it one."""
+    comes back as it is). ``ValueError`` for one of an unknown family, for an adapter that is not in
+    its layers, or without a [MASK]: :func:`set_mask` gives it one."""
     if isinstance(model, Backbone):
         return model
     inner = getattr(model, "get_base_model", lambda: model)()
@@ -108,6 +108,13 @@ def as_backbone(model: Any) -> Backbone:
             f"{type(inner).__name__} is not a LLaDA of bwsft, nor a {kind} with its LM head: load "
             f"{model_class(inner.config).__name__}"
         )
+    for adapter in getattr(model, "peft_config", {}).values():
+        beyond = ("is_prompt_learning", "is_adaption_prompt", "alora_invocation_tokens")
+        if any(getattr(adapter, name, None) for name in beyond):
+            raise ValueError(
+                f"peft_type {adapter.peft_type.value}: what it adds is added in PeftModel.forward, "
+                "which packed batches do not pass: take LoRA, without alora_invocation_tokens"
+            )
     backbone = wrap(inner, family_of(inner.config))
     backbone.model = model
     return backbone

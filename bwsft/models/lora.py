@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from bwsft.config import LoraConfig
+from bwsft.models.adapter_config import AdapterConfig, read_adapter_config
 from bwsft.models.backbone import Backbone
-from bwsft.models.weight_files import opened, read_tensors
-from bwsft.utils import config_check, strict_json
+from bwsft.models.weight_files import Shapes, opened, read_tensors
 
 if TYPE_CHECKING:
     import peft
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of every tensor in an adapter's file
+_ROWS = re.compile(rf"{re.escape(_PREFIX)}(.+)\.token_adapter\.trainable_tokens_delta")
+# Under bias="all" peft writes biases of modules_to_save a second time by these names.
+_REPEATED = re.compile(r"\.(modules_to_save\.\w+|original_module)\..*bias$")
 
 # Anchored on `blocks.N.`: LLaDA's head is called ff_out too, and a suffix list would adapt it.
 # `released` is what the paper's released list of Llama names hits in LLaDA: four of the seven.
@@ -75,83 +80,198 @@ def _wrap(backbone: Backbone, lora: peft.LoraConfig) -> None:
 
 
 def load_adapter(backbone: Backbone, folder: Path | str) -> None:
-    """Put the LoRA adapter saved in `folder` on the backbone, frozen.
+    """Put the LoRA adapter saved in `folder` on the backbone, frozen, as peft would.
 
     Which matrices it is on and their ranks are read from its tensors, not from the patterns of
-    adapter_config.json: a pattern may be a regular expression that takes forever. ValueError
-    unless every tensor fits a matrix of this model, other than the head, and the config.
+    adapter_config.json: a pattern may be a regular expression that takes forever. Whole weights in
+    the file (modules_to_save, bias) and rows of embeddings (trainable_token_indices) take the place
+    of the model's. Targets that the model does not have are named in a warning. ValueError unless
+    every tensor fits a weight of this model and the config; for LoRA on the head, too.
     """
     import peft
 
-    stored = read_adapter_config(folder)
-    ranks = _adapted(backbone, Path(folder) / ADAPTER)
-    _check_targets(stored, ranks, folder)
-    same = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "alpha_pattern")
+    stored, file = read_adapter_config(folder), Path(folder) / ADAPTER
+    with opened(file) as handle:
+        names = [name for name in handle.keys() if not _REPEATED.search(name)]
+        shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in names}
+    ranks = _adapted(backbone, shapes, file)
+    whole = _whole_weights(backbone, shapes, stored, file)
+    _check_targets(backbone, stored, ranks, whole, folder)
+    alphas = stored.alphas(list(ranks))
+    same = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias")
     lora = peft.LoraConfig(
         target_modules=sorted(ranks),
         rank_pattern={re.escape(n): rank for n, rank in ranks.items() if rank != stored.r},
+        alpha_pattern={re.escape(n): alpha for n, alpha in alphas.items()},
         inference_mode=True,
         **{name: getattr(stored, name) for name in same},
     )
+    tensors = {name: tensor for name, tensor in read_tensors(file).items() if name in shapes}
+    taken = {place: tensors.pop(name) for name, place in whole.items()}
+    _take_weights(backbone, taken, stored)
+    rows = {found[1]: tensors.pop(name) for name in shapes if (found := _ROWS.fullmatch(name))}
+    _take_rows(backbone, rows, stored, file)
     _wrap(backbone, lora)
-    load_adapter_weights(folder, backbone)
+    backbone.model.requires_grad_(False)
+    _set_adapter_weights(file, tensors, backbone)
+    # What a merge must know: these are no low-rank updates of matrices.
+    embeddings = [name for name in ranks if f"{_PREFIX}{name}.lora_embedding_A" in shapes]
+    others = {*rows, *embeddings, *(place for place in taken if not place.endswith("bias"))}
+    lora.modules_to_save = sorted(others) or None
+    lora.bias = stored.bias if any(p.endswith("bias") for p in taken) else "none"
 
 
-def _adapted(backbone: Backbone, file: Path) -> dict[str, int]:
+def _adapted(backbone: Backbone, shapes: Shapes, file: Path) -> dict[str, int]:
     """Module name -> rank of its adapter, from the file's header alone."""
-    with opened(file) as handle:
-        shapes = {n: tuple(handle.get_slice(n).get_shape()) for n in handle.keys()}
     modules, head = dict(backbone.model.named_modules()), backbone.head()[0]
     ranks = {}
     for tensor, shape in shapes.items():
-        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_(A|B)\.weight", tensor)
+        pattern = rf"{re.escape(_PREFIX)}(.+)\.lora_(?:(A|B)\.weight|embedding_(A|B))"
+        found = re.fullmatch(pattern, tensor)
         if found is None:
-            continue  # an unknown tensor, or a magnitude of DoRA: compared by name later
-        module = modules.get(found[1])
+            continue  # a whole weight; or unknown, or DoRA's magnitude: compared by name later
+        name, side = found[1], found[2] or found[3]
+        module, kind = modules.get(name), nn.Embedding if found[3] else nn.Linear
         weight = getattr(module, "weight", None)
-        if not isinstance(module, torch.nn.Linear) or weight is head:
+        if isinstance(module, nn.Linear | nn.Embedding) and weight is head:
             raise ValueError(
-                f"{file} adapts {found[1]:.200}, which is no inner matrix of this model: it is an "
+                f"{file}: target_modules has {name:.200}, the LM head, whose loss is fused with "
+                "its matrix: merge the adapter with peft, then name the merged folder"
+            )
+        if not isinstance(module, kind):
+            raise ValueError(
+                f"{file} adapts {name:.200}, which is no inner matrix of this model: it is an "
                 "adapter of another one"
             )
-        down = found[2] == "A"  # [rank, in], while B is [out, rank]
-        if len(shape) != 2 or shape[down] != weight.shape[down]:
+        # A is [rank, in] and B [out, rank], of a Linear's weight [out, in] and of an Embedding's,
+        # which is [in, out].
+        down = side == "A"
+        if len(shape) != 2 or shape[down] != weight.shape[down != (kind is nn.Embedding)]:
             raise ValueError(
                 f"{file}: {tensor} has shape {shape}, which does not fit a matrix of shape "
                 f"{tuple(weight.shape)}: it is an adapter of another model"
             )
-        if ranks.setdefault(found[1], shape[not down]) != shape[not down]:
-            raise ValueError(f"{file}: {found[1]} has matrices of different rank: copy it again")
+        if ranks.setdefault(name, shape[not down]) != shape[not down]:
+            raise ValueError(f"{file}: {name} has matrices of different rank: copy it again")
     if not ranks:
         raise ValueError(f"{file} holds no LoRA matrices")
     return ranks
 
 
-def _check_targets(stored: AdapterConfig, ranks: dict[str, int], folder: Path | str) -> None:
-    """``ValueError`` where adapter_config.json contradicts the tensors."""
+def _whole_weights(
+    backbone: Backbone, shapes: Shapes, stored: AdapterConfig, file: Path
+) -> dict[str, str]:
+    """Tensor of the file -> parameter of the model whose place it takes: those that
+    modules_to_save and bias name, and embeddings, which peft saves if their number changed."""
+    parameters = dict(backbone.model.named_parameters(remove_duplicate=False))
+    model = backbone.base_model
+    embeddings = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    found = {}
+    for tensor, shape in shapes.items():
+        place = tensor.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        weight = parameters.get(place)
+        if weight is None or not (
+            _is_saved(place, stored.modules_to_save or ())
+            or (stored.bias != "none" and place.endswith("bias"))
+            or any(weight is other for other in embeddings)
+        ):
+            continue  # a LoRA matrix; or unknown: compared by name later
+        if shape != tuple(weight.shape):
+            raise ValueError(
+                f"{file}: {tensor} has shape {shape}, the model's is {tuple(weight.shape)}: it is "
+                "an adapter of another model"
+            )
+        found[tensor] = place
+    return found
+
+
+def _is_saved(place: str, modules_to_save: Sequence[str]) -> bool:
+    """Whether a parameter is in one of these modules, which peft knows by the end of a name."""
+    parts = place.split(".")
+    modules = (".".join(parts[:n]) for n in range(1, len(parts)))
+    return any(module.endswith(name) for module in modules for name in modules_to_save)
+
+
+@torch.no_grad()
+def _take_weights(backbone: Backbone, taken: dict[str, Tensor], stored: AdapterConfig) -> None:
+    """Whole weights of an adapter, by the parameter's name. As in peft those of modules_to_save
+    are tied to no other weight any more, unless the config says ensure_weight_tying."""
+    for place, tensor in taken.items():
+        module, _, name = place.rpartition(".")
+        owner = backbone.model.get_submodule(module)
+        old = getattr(owner, name)
+        if _is_saved(place, stored.modules_to_save or ()) and not stored.ensure_weight_tying:
+            setattr(owner, name, nn.Parameter(tensor.to(old.device, old.dtype)))
+        else:
+            old.copy_(tensor)
+
+
+@torch.no_grad()
+def _take_rows(
+    backbone: Backbone, rows: dict[str, Tensor], stored: AdapterConfig, file: Path
+) -> None:
+    """Rows of embeddings [n, D], by the module's name; a head that is tied has them too."""
+    modules = dict(backbone.model.named_modules())
+    for name, tensor in rows.items():
+        ids, weight = stored.token_ids(name), getattr(modules.get(name), "weight", None)
+        known = weight is not None and all(0 <= i < len(weight) for i in ids)
+        if not known or tensor.shape != (len(ids), weight.shape[1]):
+            raise ValueError(
+                f"{file}: the rows of {name:.200} are not those of trainable_token_indices in "
+                "this model: take both files from the same adapter"
+            )
+        weight[list(ids)] = tensor.to(weight.device, weight.dtype)
+
+
+def _check_targets(
+    backbone: Backbone, stored: AdapterConfig, ranks: dict[str, int], whole: dict[str, str],
+    folder: Path | str,
+) -> None:  # fmt: skip
+    """``ValueError`` where adapter_config.json contradicts the tensors; a warning of names that no
+    module of this model has."""
     if not stored.rank_pattern and (odd := [n for n, rank in ranks.items() if rank != stored.r]):
         raise ValueError(
             f"{folder}: adapter_config.json says r = {stored.r}, but {odd[0]} has rank "
             f"{ranks[odd[0]]}: take both files from the same adapter"
         )
-    if unfit := [p for p in stored.alpha_pattern if not re.fullmatch(r"[\w.^$\\]+", p)]:
-        raise ValueError(f"{folder}: alpha_pattern {unfit[0][:80]!r} is no plain module name")
-    names = stored.target_modules
-    for target in () if isinstance(names, str) else names:
-        if not any(n == target or n.endswith(f".{target}") for n in ranks):
+    pattern, saved = isinstance(stored.target_modules, str), stored.modules_to_save or ()
+    modules, unknown = [name for name, _ in backbone.model.named_modules()], []
+    for target in (*(() if pattern else stored.target_modules), *saved):
+        held = any(_ends(name, target) for name in ranks) or any(
+            _is_saved(place, (target,)) for place in whole.values() if target in saved
+        )
+        if held:
+            continue
+        if not any(_ends(name, target) for name in modules):
+            unknown.append(target)
+        elif stored.exclude_modules is None:
             raise ValueError(
                 f"{folder}: adapter_config.json targets {target:.80}, but no tensor belongs to it: "
                 "take both files from the same adapter"
             )
+    if unknown:
+        names = ", ".join(sorted(f"{name:.80}" for name in unknown))
+        warnings.warn(
+            f"{folder}: this model has no module {names}, which adapter_config.json names: "
+            "ignored, as by peft",
+            stacklevel=3,
+        )
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def load_adapter_weights(folder: Path | str, backbone: Backbone) -> None:
     """Overwrite the adapters of `backbone` by those in a checkpoint; ValueError unless names and
     shapes are exactly the same."""
+    file = Path(folder) / ADAPTER
+    _set_adapter_weights(file, read_tensors(file), backbone)
+
+
+def _set_adapter_weights(path: Path, tensors: dict[str, Tensor], backbone: Backbone) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    path = Path(folder) / ADAPTER
-    tensors = read_tensors(path)
     expected = get_peft_model_state_dict(backbone.model, save_embedding_layers=False)
     if odd := sorted(set(tensors) ^ set(expected)):
         lacks = "lacks" if odd[0] in expected else "has an unknown"
@@ -163,44 +283,3 @@ def load_adapter_weights(folder: Path | str, backbone: Backbone) -> None:
                 f"{tuple(expected[name].shape)}"
             )
     set_peft_model_state_dict(backbone.model, tensors)
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterConfig:
-    """The options of an adapter_config.json that decide what its tensors mean."""
-
-    peft_type: Literal["LORA"]
-    r: int
-    lora_alpha: float
-    target_modules: str | tuple[str, ...]
-    base_model_name_or_path: str | None = None
-    lora_dropout: float = 0.0
-    use_rslora: bool = False
-    use_dora: bool = False
-    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
-    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
-    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
-
-
-# Where the adapter came from, or which layers it is on: the tensors' names say that better.
-_PROVENANCE = frozenset(
-    "auto_mapping inference_mode megatron_core peft_version qalora_group_size revision task_type "
-    "layers_pattern layers_to_transform exclude_modules fan_in_fan_out runtime_config eva_config"
-    " ensure_weight_tying".split()
-)
-
-
-def read_adapter_config(folder: Path | str) -> AdapterConfig:
-    """The adapter_config.json of a plain LoRA adapter (DoRA included); ValueError naming the field
-    for anything else, so that no option is dropped in silence."""
-    path = Path(folder) / ADAPTER_CONFIG
-    found = strict_json.read_object(path)
-    names = {field.name for field in dataclasses.fields(AdapterConfig)}
-    for name, value in found.items():
-        if name not in names | _PROVENANCE and value not in (None, False, "none", [], {}):
-            raise ValueError(f"{path}: option {name:.80} is not supported: merge it with peft")
-    known = {name: value for name, value in found.items() if name in names}
-    config = config_check.build(AdapterConfig, known, str(path))
-    if config.r < 1 or not config.lora_alpha > 0:
-        raise ValueError(f"{path}: r and lora_alpha must be positive")
-    return config

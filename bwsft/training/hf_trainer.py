@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from bwsft import config as c
 from bwsft.checkpoints.generation_config import DecodingContract, write_generation_config
@@ -37,6 +38,7 @@ from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.classical import Classical
 from bwsft.training.context_modes import make_mode
+from bwsft.training.hf_arguments import check_arguments
 from bwsft.training.run_data import held_out, layout_of, plan_data
 
 __all__ = ["BlockwiseCollator", "BlockwiseTrainer", "load_examples"]
@@ -96,7 +98,8 @@ class BlockwiseTrainer(Trainer):
     cached), draws_per_context, seed, dataset.canvas and objective. options: the Trainer's own.
     The training set must have a length; its order, like the masks, follows config.seed.
     `evaluate` reports the held-out blockwise NELBO (nats per response token, config.eval.draws) as
-    eval_loss. ValueError for what this Trainer cannot do.
+    eval_loss. ValueError, which names it, for what this Trainer cannot do: hf_arguments says so of
+    every field of TrainingArguments.
     """
 
     def __init__(
@@ -106,20 +109,20 @@ class BlockwiseTrainer(Trainer):
         self.backbone = as_backbone(model)
         self.backbone.head()  # ValueError if an adapter wraps it
         check(config, options)
+        if args is not None:
+            check_arguments(args)
         check_context(self.backbone.family, config.context)
         self.config, family = config, self.backbone.family
-        layout = layout_of(config, family)
-        options.setdefault("data_collator", BlockwiseCollator(layout))
+        self.layout = layout_of(config, family)
+        options.setdefault("data_collator", BlockwiseCollator(self.layout))
         super().__init__(self.backbone.model, args, **options)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.n_gpu > 1:
             raise ValueError(
                 "BlockwiseTrainer runs on one device or, started by torchrun, as DDP: for FSDP use "
                 "bwsft train --parallel fsdp; set CUDA_VISIBLE_DEVICES where several GPUs are seen"
             )
-        if self.args.label_smoothing_factor:
-            raise ValueError("BlockwiseTrainer takes no label_smoothing_factor: leave it at 0")
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the update's sequences
-        self._signature_columns = COLUMNS
+        self._signature_columns = [*COLUMNS, self.args.length_column_name]
         objective = OBJECTIVES[config.objective.name].of(config, family)
         mode = make_mode(config, family, self.backbone, objective, self.args.device)
         self.mode = dataclasses.replace(mode, autocast=self.accelerator.autocast)
@@ -131,11 +134,23 @@ class BlockwiseTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy != "random":
-            return super()._get_train_sampler(train_dataset)
         if not hasattr(dataset, "__len__"):
             raise ValueError("BlockwiseTrainer needs a train_dataset with a length")
-        return VisitOrder(len(dataset), self.config.seed, lambda: self.visit)
+        strategy, seed = self.args.train_sampling_strategy, self.config.seed
+        if strategy == "sequential":
+            return super()._get_train_sampler(train_dataset)
+        if strategy == "group_by_length":
+            together = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            return LengthOrder(self.lengths(dataset), together, seed, lambda: self.visit)
+        return VisitOrder(len(dataset), seed, lambda: self.visit)
+
+    def lengths(self, dataset: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Of every example its column args.length_column_name, else its tokens in a batch."""
+        column, of = self.args.length_column_name, self.layout.lengths
+        return [
+            row[column] if column in row else of(len(row["prompt"]), len(row["response"]))[1]
+            for row in dataset
+        ]
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
@@ -149,10 +164,11 @@ class BlockwiseTrainer(Trainer):
         self, epoch_iterator: Iterator[dict], num_batches: int, device: torch.device
     ) -> tuple[list[dict], Tensor]:
         """As the Trainer's, which counts labels, but with the number of sequences of the update,
-        over accumulation and processes."""
+        over accumulation and (args.average_tokens_across_devices) processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         count = torch.tensor(sum(len(batch["sample_ids"]) for batch in batches), device=device)
-        return batches, self.accelerator.gather(count).sum()
+        everywhere = self.args.average_tokens_across_devices
+        return batches, self.accelerator.gather(count).sum() if everywhere else count
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
@@ -165,7 +181,8 @@ class BlockwiseTrainer(Trainer):
         batch = Batch(**inputs)
         batch = dataclasses.replace(batch, visits=batch.visits + self.visit)
         sequences = batch.num_sequences if num_items_in_batch is None else num_items_in_batch
-        scale = self.accelerator.num_processes / sequences
+        everywhere = self.args.average_tokens_across_devices
+        scale = (self.accelerator.num_processes if everywhere else 1) / sequences
         mode, total = dataclasses.replace(self.mode, backbone=model), 0.0
         place = Place(self.state.global_step, 0, batch.num_sequences, 0)  # which no block needs
         for number, loss in enumerate(mode.losses(batch, place), 1):
@@ -185,6 +202,11 @@ class BlockwiseTrainer(Trainer):
         except ValueError:  # the user's own examples, which this template cannot make
             contract = DecodingContract.of(self.config, family)
         write_generation_config(output_dir or self.args.output_dir, self.backbone, contract)
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """For args.include_num_input_tokens_seen; a packed batch has no padding."""
+        ids = inputs["ids"]
+        super()._track_num_input_tokens({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     @torch.no_grad()
     def prediction_step(
@@ -208,6 +230,18 @@ class VisitOrder(Sampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter(order(self.count, self.visit(), self.seed).tolist())
+
+
+class LengthOrder(VisitOrder):
+    """Examples of like length in the `together` of an update, in an order that the visit names."""
+
+    def __init__(self, lengths: list[int], together: int, seed: int, visit: Callable[[], int]):
+        super().__init__(len(lengths), seed, visit)
+        self.lengths, self.together = lengths, together
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed((self.seed << 20) + self.visit())
+        return iter(get_length_grouped_indices(self.lengths, self.together, generator=generator))
 
 
 def check(config: c.Config, options: Mapping[str, Any]) -> None:

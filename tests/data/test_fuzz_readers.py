@@ -19,7 +19,7 @@ from bwsft.data import token_cache
 from bwsft.data.dataset import load_set
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.evaluation.answer_files import read_outputs, read_references
-from bwsft.models.lora import read_adapter_config
+from bwsft.models.adapter_config import read_adapter_config
 from bwsft.training.metrics import JsonLog, plot_run
 from bwsft.utils.strict_json import read_object, read_text
 

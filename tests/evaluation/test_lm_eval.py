@@ -206,25 +206,6 @@ def test_likelihoods_say_what_context_they_have(caplog):
 
 
 @needs_harness
-def test_gen_kwargs_become_a_decode_config():
-    from bwsft.evaluation.lm_eval import decoding_of
-
-    base = DecodeConfig(gen_length=64, block_size=8, temperature=0.5)
-    wishes = {"until": "\n", "max_gen_toks": 50, "do_sample": False, "temperature": 0.7}
-    config, limit, until = decoding_of(wishes, base)
-    assert (config.gen_length, limit, until) == (56, 50, ("\n",)) and config.temperature == 0
-    config, limit, until = decoding_of(
-        {"until": ["a", "b"], "rule": "threshold", "threshold": 0.8, "block_size": 16}, base
-    )
-    assert (config.rule, config.threshold, config.gen_length, limit) == ("threshold", 0.8, 64, 64)
-    assert until == ("a", "b") and config.temperature == 0.5
-    config, *_ = decoding_of({"rule": "first_hitting", "clip": [0.2, 0.8], "banned_ids": [3]}, base)
-    assert (config.clip, config.banned_ids) == ((0.2, 0.8), (3,)) and {config: 1}[config]
-    with pytest.raises(ValueError, match="gen_kwargs top_p is unknown to bwsft"):
-        decoding_of({"top_p": 0.9}, base)
-
-
-@needs_harness
 def test_model_args_are_checked():
     from bwsft.evaluation.lm_eval import BwsftLM
 

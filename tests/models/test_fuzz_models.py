@@ -250,14 +250,19 @@ def adapter_config(originals, **changes):
 @pytest.mark.parametrize(("changes", "word"), [
     ({"target_modules": SLOW_PATTERN}, None),
     ({"rank_pattern": {SLOW_PATTERN: 2}}, None),
-    ({"alpha_pattern": {SLOW_PATTERN: 2}}, "no plain module name"),
+    ({"alpha_pattern": {SLOW_PATTERN: 2}}, None),  # the timed engine sees that it needs an x
+    ({"alpha_pattern": {r"(?:\w|\w\w|\w\w\w|[\w.])*(?<!j)": 2}}, "alpha_pattern .* is slow"),
+    ({"alpha_pattern": {"((a{9999}){9999}){9999}": 2}}, "no pattern .counted repeat"),
+    ({"alpha_pattern": {"q_proj(": 2}}, "no pattern .missing"),
     ({"r": 8}, "says r = 8, but .* has rank 3"),
     ({"r": 10**9}, "has rank 3"),
-    ({"target_modules": ["q_proj", "gate_proj"]}, "targets gate_proj, but no tensor"),
+    ({"target_modules": ["q_proj", "wte"]}, "targets wte, but no tensor"),
     ({"use_dora": True}, "lacks tensor .*magnitude"),
     ({"peft_type": "PROMPT_TUNING"}, "peft_type must be 'LORA'"),
     ({"megatron_config": {"x": 1}}, "option megatron_config is not supported"),
-    ({"modules_to_save": ["wte"]}, "option modules_to_save is not supported"),
+    ({"modules_to_save": ["wte"]}, "targets wte, but no tensor"),
+    ({"trainable_token_indices": ["a"]}, "trainable_token_indices"),
+    ({"layer_replication": [[0, 1]]}, "option layer_replication is not supported"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights must be"),
     ({"lora_alpha": 0}, "must be positive"),
     ({"surprise": 1}, "option surprise is not supported"),
@@ -273,7 +278,7 @@ def renamed(old, new):
 
 OTHER_MODELS = {
     "other names": (renamed("transformer.blocks", "layers"), "adapter of another one"),
-    "on the head": (renamed("blocks.0.ff_out", "ff_out"), "adapter of another one"),
+    "on the head": (renamed("blocks.0.ff_out", "ff_out"), "target_modules has .*the LM head"),
     "no names": (renamed("base_model.model.", ""), "holds no LoRA matrices"),
     "half": (lambda w: {n: t for n, t in w.items() if "lora_A" in n}, "lacks tensor"),
     "one more": (lambda w: w | {"extra": torch.zeros(2)}, "unknown tensor extra"),
