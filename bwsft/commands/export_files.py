@@ -53,7 +53,12 @@ def origin_of(model: str, trained: Trained) -> Origin:
         name = adapter_base(folder, state) if adapted else given["model"]
         if name in (None, str(TINY)):
             return Origin(None, tokenizer or str(TINY))
-        folder, state = locate(name)
+        if not adapted and "model" in state.get("local", ()):
+            name = str(Path(name).absolute())  # no id on the Hub, though it is no longer there
+        try:
+            folder, state = locate(name)
+        except (OSError, ValueError):  # a run that is no longer whole
+            return Origin(name, tokenizer or folder)
     return Origin(name, tokenizer or folder)
 
 
