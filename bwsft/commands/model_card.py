@@ -90,15 +90,12 @@ def base_license(origin: str | None) -> dict[str, str]:
 
 
 def about(trained: Trained, origin: Origin) -> str:
-    base = f"{code(Path(origin.model).name)}, a local folder" if origin.model else None
+    base = f"{code(Path(origin.model).name)}, a local folder" if origin.model else origin.own
     if is_hub_id(origin.model):
         base = f"[{plain(origin.model)}](https://huggingface.co/{origin.model})"
     if not trained.state:
         return f"A masked-diffusion language model, written by bwsft from {base}."
     config = trained.state["config"]
-    if base is None:
-        own = "a random LLaDA" if config["tokenizer"] else "the tiny LLaDA that ships with bwsft"
-        base = f"none but {own}"
     name = config["objective"]["name"]
     method = OBJECTIVES.get(name, f"SFT with the objective {name}")
     cite = f"*{PAPER}*, [arXiv:2508.19529](https://arxiv.org/abs/2508.19529)"

@@ -100,7 +100,9 @@ def test_the_base_is_found_through_runs_that_followed_each_other(run, tmp_path):
     )
     alone = dataclasses.replace(later, model=None, tokenizer=str(second))
     fourth = run_of(tmp_path / "fourth", load_backbone(second), alone, second)
-    assert x.origin_of(str(fourth), load_trained(str(fourth))) == x.Origin(None, str(second))
+    assert x.origin_of(str(fourth), load_trained(str(fourth))) == x.Origin(
+        None, str(second), "a random LLaDA"
+    )
     assert x.origin_of(str(second), load_trained(str(second))).model == str(second)
     gone = load_trained(str(third))
     gone.state.update(config=gone.state["config"] | {"model": "runs/gone"}, local=["model"])
