@@ -31,6 +31,7 @@ test: lint
 	$(PYTEST) --ignore=tests/kernels/triton
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/triton
 
+# Exports are also opened with releases of transformers 4, which pip puts into pytest's cache once.
 test-all: lint
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,lm-eval,trackers]'
 	$(PYTEST) -m '' --ignore=tests/kernels/triton

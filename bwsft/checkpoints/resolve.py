@@ -14,11 +14,7 @@ import torch
 
 from bwsft import config as c
 from bwsft.checkpoints.folders import MANIFEST, newest_complete, problems
-from bwsft.checkpoints.generation_config import (
-    DecodingContract,
-    contract_of_state,
-    read_contract,
-)
+from bwsft.checkpoints.generation_config import DecodingContract, contract_of_state, read_contract
 from bwsft.checkpoints.state import STATE, read_state
 from bwsft.data.tokenizer import add_mask_token, load_tokenizer, mask_id_for
 from bwsft.models.adapter_config import ADAPTER_CONFIG, read_adapter_config

@@ -28,15 +28,18 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 # Of a tokenizer_config.json: names of transformers 5 alone.
 NEW_CLASS, NEW_FIELDS = "TokenizersBackend", ("backend", "is_local", "local_files_only")
+TINY_NAME = "the tiny LLaDA that ships with bwsft"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a trained model came from: folders or Hub ids, None for what bwsft made itself."""
+    """Where a trained model came from: folders or Hub ids."""
 
     model: str | None
     tokenizer: str
+    own: str = ""
+    """What it is, where bwsft made it itself and `model` is None."""
 
 
 def origin_of(model: str, trained: Trained) -> Origin:
@@ -52,8 +55,14 @@ def origin_of(model: str, trained: Trained) -> Origin:
         tokenizer = tokenizer or given.get("tokenizer")
         name = adapter_base(folder, state) if adapted else given["model"]
         if name in (None, str(TINY)):
-            return Origin(None, tokenizer or str(TINY))
-        folder, state = locate(name)
+            own = "a random LLaDA" if name is None and given["tokenizer"] else TINY_NAME
+            return Origin(None, tokenizer or str(TINY), own)
+        if not adapted and "model" in state.get("local", ()):
+            name = str(Path(name).absolute())  # no id on the Hub, though it is no longer there
+        try:
+            folder, state = locate(name)
+        except (OSError, ValueError):  # a run that is no longer whole
+            return Origin(name, tokenizer or folder)
     return Origin(name, tokenizer or folder)
 
 

@@ -60,11 +60,10 @@ def code(text: str) -> str:
 
 
 def front_matter(trained: Trained, origin: Origin) -> str:
-    config = trained.state["config"] if trained.state else {}
-    data = config.get("data")
+    data = trained.state["config"]["data"] if trained.state else None
     card = ModelCardData(
         base_model=origin.model if is_hub_id(origin.model) else None,
-        datasets=[data] if is_hub_data(data) else None,
+        datasets=[data] if is_hub_data(trained.state) else None,
         library_name="bwsft", pipeline_tag="text-generation",
         tags=["masked-diffusion", "diffusion-language-model", "blockwise-sft", "bwsft"],
         **base_license(origin.model),
@@ -72,7 +71,10 @@ def front_matter(trained: Trained, origin: Origin) -> str:
     return card.to_yaml()
 
 
-def is_hub_data(data: str | None) -> bool:
+def is_hub_data(state: dict[str, Any] | None) -> bool:
+    data = state["config"]["data"] if state else None
+    if data is None or "data" in state.get("local", ()):
+        return False
     return is_hub_id(data) and not DATA_FILE.search(data)
 
 
@@ -88,20 +90,18 @@ def base_license(origin: str | None) -> dict[str, str]:
 
 
 def about(trained: Trained, origin: Origin) -> str:
-    base = f"{code(Path(origin.model).name)}, a local folder" if origin.model else None
+    base = f"{code(Path(origin.model).name)}, a local folder" if origin.model else origin.own
     if is_hub_id(origin.model):
         base = f"[{plain(origin.model)}](https://huggingface.co/{origin.model})"
     if not trained.state:
         return f"A masked-diffusion language model, written by bwsft from {base}."
     config = trained.state["config"]
-    if base is None:
-        own = "a random LLaDA" if config["tokenizer"] else "the tiny LLaDA that ships with bwsft"
-        base = f"none but {own}"
     name = config["objective"]["name"]
     method = OBJECTIVES.get(name, f"SFT with the objective {name}")
     cite = f"*{PAPER}*, [arXiv:2508.19529](https://arxiv.org/abs/2508.19529)"
     return (
-        f"A masked-diffusion language model, trained with {method} by bwsft ({cite}).\n\n"
+        f"A masked-diffusion language model, trained with {method} by bwsft, which implements "
+        f"{cite}.\n\n"
         f"Base: {base}."
     )
 
@@ -139,8 +139,8 @@ def training(trained: Trained) -> str:
     config, optim, lora = (state["config"], *(state["config"][n] for n in ("optim", "lora")))
     weights = f"LoRA, r {lora['rank']}, alpha {lora['alpha']:g}" if lora["rank"] else "all weights"
     lines = {
-        "data": data_line(config, state.get("examples")),
-        "updates": f"{state['step']:,} of {config['batch_size']} sequences",
+        "data": data_line(state),
+        "updates": f"{state['step']:,}, of {config['batch_size']} sequences each",
         "trained": f"{weights}; peak learning rate {optim['lr']:g}",
         "blocks": f"{config['block_size']} tokens; canvas {config['dataset']['canvas']} of "
         f"{config['gen_length']}; context {config['context']}",
@@ -150,15 +150,15 @@ def training(trained: Trained) -> str:
     return "\n".join(f"- {what}: {line}" for what, line in lines.items() if line)
 
 
-def data_line(config: dict[str, Any], examples: Any) -> str:
-    data = config["data"]
+def data_line(state: dict[str, Any]) -> str:
+    config, data = state["config"], state["config"]["data"]
     if data is None or data.startswith("wordproblems-"):
         line = "word problems that bwsft generates"
     else:
-        line = code(data if is_hub_data(data) else Path(data).name)
+        line = code(data if is_hub_data(state) else Path(data).name)
     more = (config["dataset"].get(name) for name in ("subset", "split"))
     line = ", ".join([line, *(code(value) for value in more if value)])
-    if isinstance(examples, dict):
+    if examples := state.get("examples"):
         line += f"; {examples['train']:,} examples, {examples['held_out']:,} more held out"
     return line
 

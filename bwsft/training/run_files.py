@@ -115,6 +115,11 @@ class RunFiles:
             "examples": {
                 "train": len(run.data.train_index), "held_out": len(run.data.holdout_index)
             },
+            # Which of these were folders and files here, and not names on the Hub.
+            "local": [
+                name for name in ("model", "data", "tokenizer")
+                if (value := getattr(run.config, name)) and Path(value).exists()
+            ],
             "device": device_name(run.device),
         }
         model = run.backbone, self.tokenizer, run.optimizer

@@ -100,8 +100,15 @@ def test_the_base_is_found_through_runs_that_followed_each_other(run, tmp_path):
     )
     alone = dataclasses.replace(later, model=None, tokenizer=str(second))
     fourth = run_of(tmp_path / "fourth", load_backbone(second), alone, second)
-    assert x.origin_of(str(fourth), load_trained(str(fourth))) == x.Origin(None, str(second))
+    assert x.origin_of(str(fourth), load_trained(str(fourth))) == x.Origin(
+        None, str(second), "a random LLaDA"
+    )
     assert x.origin_of(str(second), load_trained(str(second))).model == str(second)
+    gone = load_trained(str(third))
+    gone.state.update(config=gone.state["config"] | {"model": "runs/gone"}, local=["model"])
+    assert not x.is_hub_id(x.origin_of(str(third), gone).model)
+    del gone.state["local"]
+    assert x.is_hub_id(x.origin_of(str(third), gone).model)
 
 
 def test_code_on_the_hub_is_named_with_its_repository():
@@ -156,7 +163,7 @@ def test_the_card_says_what_the_run_says(run, tmp_path):
     for line in (
         "# my model", "trained with Blockwise SFT", "Base: `base`, a local folder.",
         "- data: `*set*'<b>'| # no.jsonl`\n",
-        "- updates: 1 of 8 sequences", "LoRA, r 2, alpha 512",
+        "- updates: 1, of 8 sequences each", "LoRA, r 2, alpha 512",
         "2.5000 nats per token at update 0, 1.2500 at update 1\n",
         "bwsft generate --model 'my model' --prompt", 'Decoder.load("my model"',
         "context mode `cached`, blocks of 8 on a canvas of 40 tokens",
@@ -174,6 +181,8 @@ def test_the_card_names_what_is_on_the_hub(run):
     assert "base_model: some/base" in front and "- some/set" in front and "license" not in front
     assert "[some/base](https://huggingface.co/some/base)" in text and "NELBO" not in text
     assert "- data: `some/set`; 1,234 examples, 5 more held out" in text
+    trained.state["local"] = ["data"]  # a folder, when it was read
+    assert "some/set" not in model_card(trained, x.Origin(None, "some/base"), "me/mine")
     foreign = dataclasses.replace(trained, state=None, assumed=("template",))
     text = model_card(foreign, x.Origin("some/base", "some/base"), "me/mine")
     assert "## Training" not in text and "template" not in text and "## Decoding" in text

@@ -15,6 +15,7 @@ from tiny_trainer import Losses, arguments, trainer_of
 from transformers import AutoModelForCausalLM
 
 from bwsft import config as c
+from bwsft.checkpoints.generation_config import DecodingContract, read_contract
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.lora import LLADA_TARGETS
@@ -118,6 +119,11 @@ def test_resume_of_a_whole_model(flat, make_run, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "hf/checkpoint-2"))
     assert second.losses == recorder.losses[2:]
     loaded = load_trained(str(tmp_path / "hf/checkpoint-4"))
+    assert not loaded.assumed
+    assert loaded.contract == DecodingContract.of(run.config, run.backbone.family)
+    whole.processing_class.chat_template = None  # with examples of one's own it need have none
+    whole.save_model(str(tmp_path / "own"))
+    assert read_contract(tmp_path / "own") == dataclasses.replace(loaded.contract, end_ids=(256,))
     for name, p in loaded.backbone.base_model.named_parameters():
         assert torch.equal(p, fresh[0].get_parameter(name))
 
