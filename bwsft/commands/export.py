@@ -214,8 +214,7 @@ def push(folder: Path, options: ExportOptions) -> None:
         hub.create_repo(options.push, private=options.private, exist_ok=True)
         hub.upload_folder(repo_id=options.push, folder_path=str(folder))
     except Exception as error:  # the Hub's client and the transport below it: families of their own
-        reason = str(error).strip().partition("
-")[0] or type(error).__name__
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"{folder} is written, but could not be pushed to {options.push} ({reason}): log in "
             f"with `hf auth login`, then `hf upload {options.push} {folder}`"
