@@ -76,7 +76,7 @@ _NUMERALS = {name: str(value) for value, name in enumerate(
     "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen".split(), 2)}
 _BASE = re.compile(
-    r"(?:[a-z]=)?\(?([0-9A-F][0-9A-F., ]*)\)?(?:_\{?\(?(?:base)?([0-9]{1,2}|[a-z]+)\)?\}?"
+    r"(?:[a-z]=)?\(?(-?[0-9A-F]+(?:,[0-9A-F]{3})*(?:\.[0-9A-F]+)?)\)?(?:_\{?\(?(?:base)?([0-9]{1,2}|[a-z]+)\)?\}?"
     r"|\(?(?:in)?base-?([0-9]{1,2}|[a-z]+)\)?)")
 
 
@@ -103,15 +103,15 @@ def take_apart(answer: str, letters: bool) -> Parts:
 
 
 def _based(text: str) -> tuple[str, int] | None:
-    """Digits and their base of 2516_8, 2516_{\\text{eight}}, "2516 base 8"."""
+    """The digits and their base of 2516_8, 2516_{\\text{eight}}, "2516 base 8"."""
     match = _BASE.fullmatch(re.sub(r"\s|\\[,;:! ]|\{,\}", "", _TEXT.sub(r"\1", text)))
     if match is None:
         return None
     base = _NUMERALS.get(match[2] or match[3], match[2] or match[3])
     if not base.isdigit() or not 2 <= int(base) <= 36:
         return None
-    digits = match[1].replace(",", "").strip(".")
-    fits = all(digit == "." or int(digit, 36) < int(base) for digit in digits)
+    digits = match[1].replace(",", "")
+    fits = all(int(digit, 36) < int(base) for digit in re.sub("[-.]", "", digits))
     return (digits, int(base)) if fits and re.search("[0-9]", digits) else None
 
 

@@ -80,6 +80,8 @@ def test_every_answer_equals_itself(text):
     ("341_5", "341 \\text{ base } 7", False),
     ("341", "341_5", False),
     ("96", "96_{10}", True),
+    ("-3{,}041_5", "-3041_5", True),
+    ("1, 2_3", "12_3", False),
     ("x_1", "x_2", False),
     ("\\sqrt{7}", "\u221a7", True),
     ("3\\sqrt{x+1}", "3\u221a(x + 1)", True),
