@@ -17,8 +17,9 @@ _SYMBOLS = {
 _SYMBOL = re.compile("|".join(_SYMBOLS))
 _LETTER = r"\\(?:mathrm|text|textrm|textit|mathit|rm|operatorname)\s?\{\s?"
 _REWRITES = [(re.compile(pattern), by) for pattern, by in (
-    # The number e and the imaginary unit are no units of measurement.
-    (_LETTER + r"([eid])\s?\}", r" \1"),
+    (r"~", " "),
+    # The number e, the imaginary unit and unit vectors are no units of measurement.
+    (_LETTER + r"([eidjk])\s?\}", r" \1"),
     (_LETTER + r"(sin|cos|tan|cot|sec|csc|log|ln|exp)\s?\}", r"\\\1 "),
     (r"(?<![\\a-zA-Z])(sin|cos|tan|cot|csc|log|ln)(?![a-zA-Z])", r"\\\1 "),
     (r"√\s?(?=\{)|(?<![\\a-zA-Z])sqrt\s?(?=\{)", r"\\sqrt"),
@@ -31,7 +32,7 @@ _REWRITES = [(re.compile(pattern), by) for pattern, by in (
     (r"°|º|\\degree(?![a-zA-Z])|\\textdegree(?![a-zA-Z])", r"^\\circ "),
     (r"(?:\\text\s?\{\s?)?\bper[ ]?cent\b\s?\}?", r"\\%"),
     # A mixed number, before the space in it goes: 11 5/6 is not 115/6.
-    (r"(?<![0-9.,/^_])([0-9]{1,9})(?: |~|\\[,;:! ])+([0-9]{1,9})/([0-9]{1,9})(?![0-9])",
+    (r"(?<![0-9.,/^_])([0-9]{1,9})(?: |\\[,;:! ])+([0-9]{1,9})/([0-9]{1,9})(?![0-9])",
      r"\1\\frac{\2}{\3}"),
 )]
 
