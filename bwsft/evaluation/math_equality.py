@@ -98,7 +98,7 @@ def _comparable(reference: str, answer: str) -> tuple[Parts, Parts] | None:
     if opened in ({r"\{", "("}, {r"\{", "["}):
         return None
     listed = [bool(re.search(r"[0-9], +[0-9]", part.body)) for part in (gold, guess)]
-    if listed[0] != listed[1] and "," not in bodies[listed[0]]:
+    if listed[0] != listed[1] and re.fullmatch("-?[0-9.]+", bodies[listed[0]]):
         return None
     bases = [sorted(_DIGITS_BASE.findall(body)) for body in bodies]
     return (gold, guess) if bases[0] == bases[1] else None

@@ -144,7 +144,8 @@ def test_spellings(reference, answer, equal):
     ("x = 9", "9.0", True),
     ("9", "> 9", False),
     ("9", "3^2", None),
-    ("(1, 2)", "1.2", None),
+    ("(1, 2)", "1.2", False),
+    ("8, 9", "8 \\text{ and } 9", None),
 ])
 def test_plain_numbers_are_compared_exactly(reference, answer, equal):
     assert same_value(reference, answer) is equal
