@@ -262,7 +262,7 @@ def _message(message: Any, number: int) -> Message:
         raise ValueError(f"message {number} has role {reprlib.repr(role)}: say who speaks")
     content = turn.pop("content", None)
     content = turn.pop("value", None) if content is None else content
-    if content is None and turn.get("tool_calls"):
+    if content is None and turn:  # calls of tools, or reasoning alone
         content = ""
     content = _text(content, f"content of message {number}")
     return {"role": SPEAKERS.get(role, role), "content": content, **turn}
