@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bwsft.data import chat_template, examples, file_formats, records, sources, token_cache
+from bwsft.data import sources, token_cache
 from bwsft.data import tokenizer as tokenizer_module
 from bwsft.data.chat_template import Template
 from bwsft.data.examples import TURN_BIT, DataOptions, ExampleReader
@@ -127,10 +127,8 @@ def load_set(
 
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
-    modules = (
-        chat_template, examples, file_formats, lines, records, strict_json, tokenizer_module
-    )  # fmt: skip
-    code = [Path(file).read_bytes() for file in (*(m.__file__ for m in modules), __file__)]
+    files = [*Path(__file__).parent.glob("*.py"), Path(strict_json.__file__), Path(lines.__file__)]
+    code = [file.read_bytes() for file in sorted(files)]
     names = ("template", "template_args", "columns", "turns", "on_bad", "exclude_type")
     parts = [source, tokenizer, *(getattr(options, name) for name in names)]
     parts += [hashlib.sha256(text).hexdigest() for text in code]
