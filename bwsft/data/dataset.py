@@ -127,12 +127,16 @@ def load_set(
 
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
-    files = [*Path(__file__).parent.glob("*.py"), Path(strict_json.__file__), Path(lines.__file__)]
-    code = [file.read_bytes() for file in sorted(files)]
+    code = [file.read_bytes() for file in _code_files()]
     names = ("template", "template_args", "columns", "turns", "on_bad", "exclude_type")
     parts = [source, tokenizer, *(getattr(options, name) for name in names)]
     parts += [hashlib.sha256(text).hexdigest() for text in code]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _code_files() -> list[Path]:
+    beside = [Path(module.__file__) for module in (strict_json, lines)]
+    return [*sorted(Path(__file__).parent.glob("*.py")), *beside]
 
 
 def _tokenize(
