@@ -51,7 +51,7 @@ def test_too_long_problems_leave_both_parts_alike():
 
 
 def test_names_without_a_seed_are_those_of_earlier_versions():
-    """The whole set of seed 0, whatever the limit and the hold-out: its digest is in checkpoints."""
+    """The whole set of seed 0, whatever limit and hold-out are: checkpoints have its digest."""
     for data, largest in ((None, 9), ("wordproblems-20", 20)):
         config = dataclasses.replace(presets.debug(), data=data)
         assert source_of(config) == (generate(GENERATED, 0, largest=largest), 0)
