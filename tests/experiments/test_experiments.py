@@ -67,6 +67,18 @@ def test_experiments_share_their_cells():
     assert key["table", "classical"] != key["equal-tokens", "classical, tau 1"]
 
 
+def test_what_is_claimed():
+    """Modes are compared at equal FLOPs; of a model that solves nothing, only the NELBO."""
+    for make in (plans.table, plans.equal_flops):
+        for mode in plans.MODES:
+            found = [claim for claim in make(MINI).claims if claim.smaller[0][0] == mode]
+            assert [f.larger[0][0] for f in found] == ["blockwise, equal FLOPs", "classical"]
+    for scale in (MINI, BIG):
+        claims = [claim for make in plans.PLANS.values() for claim in make(scale).claims]
+        kinds = {measure.split("@")[0] for claim in claims for _, measure in claim.smaller}
+        assert kinds == {"nelbo", "curve"} | ({"gsm8k", "math"} if scale is BIG else set())
+
+
 def test_the_papers_settings_row_by_row():
     """reference: the paper's table of settings and its released code."""
     paper, released = scales.eight_b("paper").base, scales.eight_b("released").base
