@@ -53,7 +53,7 @@ def load_examples(
     config: c.Config, tokenizer: PreTrainedTokenizerBase, model: nn.Module
 ) -> tuple[list[dict], list[dict]]:
     """(training examples, held-out examples) of the run `config`, as `bwsft train` has them:
-    config.data (None: generated word problems), template, lengths, holdout."""
+    config.data, template, lengths, holdout."""
     data = plan_data(config, tokenizer, as_backbone(model).family)
     examples = (data.examples.example(int(i)) for i in (*data.train_index, *data.holdout_index))
     rows = [dict(zip(COLUMNS, example, strict=True)) for example in examples]
