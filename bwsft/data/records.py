@@ -92,6 +92,8 @@ class Record:
     """The source's `type` field, such as MetaMathQA's GSM_AnsAug."""
     unread: tuple[str, ...] = ()
     """Columns with a value that nothing of the above comes from."""
+    read: tuple[str, ...] = ()
+    """Columns that it does come from."""
 
     @property
     def last(self) -> int:
@@ -127,6 +129,10 @@ class Fields:
         self.read.add(name)
         return self.values[name]
 
+    def used(self) -> tuple[str, ...]:
+        names = (name for name in self.values if name in self.read - self.columns.ignored)
+        return tuple(shown(str(name)) for name in names)
+
     def unread(self) -> tuple[str, ...]:
         empty = ("", [], {})
         found = (k for k, v in self.values.items() if k not in self.read and v not in empty)
@@ -158,7 +164,7 @@ def normalize(
         unread += ("turns after the last answer",)
     return Record(
         tuple(turns[: spoken[-1] + 1]), tuple(kept) if _counts(weight) else (), tools,
-        str(kind) if isinstance(kind, str | int | float) else "", unread,
+        str(kind) if isinstance(kind, str | int | float) else "", unread, fields.used(),
     )  # fmt: skip
 
 
