@@ -136,11 +136,11 @@ class RunFiles:
 
     def keep(
         self, run: Run, step: int, samples: list[tuple[int, int]], part: range, what: str,
-        weights: dict[str, Tensor] | None,
+        weights: dict[str, Tensor],
     ) -> str:  # fmt: skip
-        """Write RUN/repro/step-N: the packed batch, what was wrong, and unless `weights` is None
-        the model as it met the batch (as Run.weights gives it). Returns what became of it, in
-        words: a full disk must not hide what ended the run."""
+        """Write RUN/repro/step-N: the packed batch, what was wrong, and the model as it met the
+        batch (as Run.weights gives it). Returns what became of it, in words: a full disk must not
+        hide what ended the run."""
         path = self.folder / REPRO / f"step-{step + 1}"
         chosen = [samples[i] for i in part]
         batch = vars(run.data.pack(chosen))
@@ -155,8 +155,7 @@ class RunFiles:
             with folder_atomic(path) as folder:
                 save_file(batch, folder / BATCH)
                 write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
-                if weights is not None:
-                    folders.save_model(run.backbone.model, folder, weights or None)
+                folders.save_model(run.backbone.model, folder, weights or None)
         except OSError as error:
             return f"which could not be kept ({error})"
         return f"run them again (bwsft replay {path})"

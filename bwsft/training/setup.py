@@ -28,12 +28,13 @@ from bwsft.objectives.mdlm import Mdlm
 from bwsft.objectives.rdm import Rdm
 from bwsft.objectives.soft_masked import SoftMasked
 from bwsft.objectives.two_step import TwoStep
+from bwsft.presets import PRESETS, is_for_a_gpu
 from bwsft.training.context_modes import make_mode
 from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
 from bwsft.training.metrics import column, plot_run, read_log
 from bwsft.training.optim import make_optimizer
-from bwsft.training.run_data import held_out, plan_data
+from bwsft.training.run_data import follow_data, held_out, plan_data
 from bwsft.training.run_files import RunFiles, open_shared
 from bwsft.training.signals import signals
 from bwsft.training.trackers import Logs, check_installed
@@ -54,6 +55,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
 def train(config: c.Config) -> int:
     """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed."""
     check_installed(config)
+    if config.resume is None or not (c.run_folder(config) / "config.json").exists():
+        check_start(config)
     try:
         with join(config.parallel, config.device) as world, contextlib.ExitStack() as stack:
             if not world.main:
@@ -62,6 +65,23 @@ def train(config: c.Config) -> int:
             return train_in(world, config, stack)
     except PeerFailed:
         return 1
+
+
+def check_start(config: c.Config) -> None:
+    """ValueError, before anything is downloaded, for a published model without data to train on,
+    or one that a preset takes to a GPU where there is none."""
+    wrong, ways = [], ["bwsft train", config.preset, "--data", str(config.data or "FILE")]
+    if config.model is not None and config.data is None:
+        wrong.append(f"{config.model} needs data to train on: a file, a folder or a Hub id")
+    if is_for_a_gpu(config) and config.device == "auto" and not torch.cuda.is_available():
+        here = f"preset {config.preset} is sized for one 80 GB card, and no CUDA device is here"
+        if config.model == PRESETS[config.preset]().model:
+            wrong.append(f"{here} (bwsft train debug needs none)")
+            ways.append("--device cpu")
+        else:
+            print(f"{here}: training on the CPU")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}; give {' '.join(ways)}")
 
 
 def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int:
@@ -120,6 +140,7 @@ def setup(
             "another block's noisy copy would fill; use exact or cached"
         )
     with world.main_first():
+        config = follow_data(config, tokenizer, family)
         data = plan_data(config, tokenizer, family)
     fingerprint = data.examples.fingerprint
     if checkpoint is not None and read_state(checkpoint)["data"] != fingerprint:
@@ -141,7 +162,8 @@ def setup(
         config=config, folder=folder, first=first, device=device, backbone=backbone,
         optimizer=make_optimizer(backbone, config.optim), data=data,
         mode=make_mode(config, family, backbone, objective, device),
-        held_out=held_out(config, family), guard=SpikeGuard(config.watch, history),
+        held_out=held_out(config, family),
+        guard=SpikeGuard(config.watch, history, family.vocab_size, config.batch_size),
         files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None), world=world,
     )  # fmt: skip
     if checkpoint is not None:
