@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,11 +101,19 @@ def data_options(config: c.Config, family: Family) -> DataOptions:
     )  # fmt: skip
 
 
-def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
-    """Tokenize, report what was dropped, check lengths against the model, hold some out."""
-    source, largest = config.data, wordproblems.largest_operand(config.data)
-    if largest is not None:
-        source = wordproblems.generate(GENERATED, FIXED_SEED, largest=largest)
+def plan_data(
+    config: c.Config, tokenizer: Any, family: Family, source: Any = None,
+    holdout: float | None = None,
+) -> TrainingData:  # fmt: skip
+    """Tokenize, report what was dropped, check lengths against the model, hold some out.
+
+    `source`: records in place of config.data, anything that data.sources.open_source takes;
+    `holdout`: a number in place of config.dataset.holdout, or below 1 a share of the examples.
+    """
+    if source is None:
+        source, largest = config.data, wordproblems.largest_operand(config.data)
+        if largest is not None:
+            source = wordproblems.generate(GENERATED, FIXED_SEED, largest=largest)
     examples = load_set(source, tokenizer, data_options(config, family), config.dataset.cache_dir)
     print(examples.summary())
     if config.dataset.limit is not None:
@@ -116,12 +125,13 @@ def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
             f"prompt + gen_length needs {longest} positions, the model has {family.max_positions}: "
             "lower --gen-length or --max-length"
         )
-    if config.dataset.holdout >= len(examples):
+    held = config.dataset.holdout if holdout is None else holdout
+    if held >= len(examples):
         raise ValueError(
-            f"--dataset.holdout {config.dataset.holdout} leaves nothing of {len(examples)} "
-            "examples to train on"
+            f"--dataset.holdout {held} leaves nothing of {len(examples)} examples to train on"
         )
-    split = split_holdout(examples.record_numbers, config.dataset.holdout, FIXED_SEED)
+    held = math.ceil(held * len(examples)) if held < 1 else int(held)
+    split = split_holdout(examples.record_numbers, held, FIXED_SEED)
     each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
     return TrainingData(examples, *split, layout, each)
 

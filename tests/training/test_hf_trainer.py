@@ -39,6 +39,7 @@ CASES = {
     "exact": {},
     "exact, three draws": {"draws_per_context": 3},
     "cached, two draws, LoRA": {"context": "cached", "draws_per_context": 2, "lora": LORA},
+    "block_causal, LoRA": {"context": "block_causal", "lora": LORA},
     "classical, LoRA": {"objective": c.ObjectiveConfig(name="classical"), "lora": LORA},
     "traversal, 1/rate": {
         "objective": c.ObjectiveConfig(blocks="traversal", weight="rate", empty="skip"),
@@ -211,7 +212,6 @@ def test_a_datasets_dataset_will_do(flat, make_run, tmp_path):
 def config_errors():
     objective = c.ObjectiveConfig
     return {
-        "bwsft train for block_causal": {"context": "block_causal"},
         "objective mdlm": {"objective": objective(name="mdlm")},
         "objective.blocks 'all'": {"objective": objective(blocks="all")},
         "objective.blocks 'each'": {"objective": objective(blocks="each")},
