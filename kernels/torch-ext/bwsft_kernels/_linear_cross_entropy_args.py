@@ -43,7 +43,7 @@ def check_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """ValueError for shapes, dtypes and kinds of tensors that a linear head can't take."""
     for name, value in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
         if not isinstance(value, Tensor | None):
-            raise ValueError(f"{name} must be a tensor, not {type(value).__name__}" + _advice(value))
+            raise ValueError(f"{name} must be a tensor, not {type(value).__name__}{_advice(value)}")
     check_float(input=input, linear_weight=weight, linear_bias=bias)
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(f"linear_weight must be [V, D] and not empty, not {list(weight.shape)}; "
