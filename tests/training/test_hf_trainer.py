@@ -284,10 +284,10 @@ if trainer.args.process_index == 0:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", [1, 2])
-def test_two_processes_give_the_losses_of_one(flat, model_folder, tmp_path, draws):
-    base = str(model_folder())
-    config = flat(model=base, tokenizer=None, steps=10, context="cached", draws_per_context=draws)
+@pytest.mark.parametrize("mode", [("cached", 2), ("block_causal", 1)])
+def test_two_processes_give_the_losses_of_one(flat, model_folder, tmp_path, mode):
+    base, names = str(model_folder()), ("context", "draws_per_context")
+    config = flat(model=base, tokenizer=None, steps=10, **dict(zip(names, mode, strict=True)))
     (tmp_path / "config.json").write_text(c.to_json(config))
     model = AutoModelForCausalLM.from_pretrained(base)
     trainer, recorder = trainer_of(model, config, load_tokenizer(base), tmp_path / "one")
