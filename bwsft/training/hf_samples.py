@@ -25,6 +25,7 @@ class Samples(TrainerCallback):
     def __init__(self, trainer: Trainer, config: c.Config, backbone: Backbone):
         self.trainer, self.prompts = trainer, trainer.args.sample_prompts
         self.answers: dict[int, list[Decoded]] = {}  # by the number of updates before them
+        self.last: int | None = None  # number of updates at which they were taken last
         tokenizer = trainer.processing_class
         contract = DecodingContract.of(config, backbone.family, tokenizer)
         backbone.family = dataclasses.replace(backbone.family, end_ids=contract.end_ids)
@@ -47,10 +48,11 @@ class Samples(TrainerCallback):
     on_save = on_evaluate
 
     def take(self, state: TrainerState) -> None:
-        """Decode, print and log once per number of updates, in the first process."""
+        """Decode, print and log in the first process, unless that was done after this update."""
         step = state.global_step
-        if step in self.answers or not state.is_world_process_zero:
+        if step == self.last or not state.is_world_process_zero:
             return
+        self.last = step
         backbone = self.decoder.backbone
         training = backbone.training
         backbone.eval()

@@ -31,21 +31,21 @@ def open_model(
     model: nn.Module | str | Path | None, args: TrainingArguments, config: c.Config,
     tokenizer: PreTrainedTokenizerBase | None, peft_config: Any,
 ) -> Opened:  # fmt: skip
-    """The model that a trainer was given, or that of a folder or Hub id (None: the embedded one),
+    """The model that a trainer was given, or that of a folder or Hub id (None: of config.model),
     with the adapter of `peft_config`.
 
     A model that is loaded here has fp32 weights, which small updates need; bf16 under an adapter if
     args.bf16 says so.
     """
     if isinstance(model, nn.Module):
-        if config.mask_token is not None:
+        if getattr(args, "mask_token", None) is not None:
             raise ValueError(
                 "mask_token is for a model that is loaded by its name: for this one call "
                 "bwsft.models.loading.set_mask first"
             )
         backbone = as_backbone(model)
     else:
-        config = dataclasses.replace(config, model=None if model is None else str(model))
+        config = config if model is None else dataclasses.replace(config, model=str(model))
         tokenizer = tokenizer or load_tokenizer(plan_tokenizer(config))
         backbone = load(config, args, tokenizer, adapted=peft_config is not None)
     if peft_config is not None:
@@ -56,8 +56,10 @@ def open_model(
 def load(
     config: c.Config, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, adapted: bool
 ) -> Backbone:
-    """The model that config.model names, as `bwsft train` loads it. ValueError for an adapter."""
-    plan = plan_model(dataclasses.replace(config, tokenizer=None), tokenizer, Path(args.output_dir))
+    """The model that config.model names, as `bwsft train` loads it (None: the embedded one).
+    ValueError for an adapter."""
+    alone = dataclasses.replace(config, tokenizer=None, lora=c.LoraConfig(rank=0))
+    plan = plan_model(alone, tokenizer, Path(args.output_dir))
     backbone = plan.build(args.device)
     own_memory(backbone)
     if adapted and args.bf16:
