@@ -134,8 +134,10 @@ class Config:
     preset: str = ""
     """Name of the preset these values started from."""
     data: str | None = None
-    """JSONL/JSON/CSV/Parquet file, folder or glob of such, or Hub id; none: generated word problems
-    with operands up to 9; wordproblems-N: up to N."""
+    """JSONL/JSON/CSV/Parquet file, folder or glob of such, Hub id, or generated word problems:
+    wordproblems-9-seed2 has operands up to 9 and holds out problems whose numbers no training
+    problem has; wordproblems-9, and none, hold a random part of seed 0's out, which the embedded
+    base was trained on."""
     model: str | None = None
     """Checkpoint folder or Hub id; none: the tiny embedded LLaDA, or with --tokenizer a small
     random one of that vocabulary (its shape: --init.*)."""

@@ -11,10 +11,10 @@ from bwsft.objectives.config import ObjectiveConfig
 def debug() -> Config:
     """A minute on a laptop CPU, no network: tiny model, generated problems, full fine-tuning."""
     return Config(
-        preset="debug", steps=100, block_size=8, gen_length=40, max_length=72,
-        batch_size=8, micro_batch_size=8, save_every=50,
+        preset="debug", data="wordproblems-9-seed2", steps=300, block_size=8, gen_length=40,
+        max_length=72, batch_size=32, micro_batch_size=32, save_every=100,
         dataset=DataConfig(template="chat", holdout=16), lora=LoraConfig(rank=0),
-        optim=OptimConfig(lr=1e-3), eval=EvalConfig(every=25),
+        optim=OptimConfig(lr=3e-4), eval=EvalConfig(every=75),
     )  # fmt: skip
 
 

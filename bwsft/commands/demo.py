@@ -47,7 +47,8 @@ def demo_config(options: DemoOptions) -> c.Config:
     return dataclasses.replace(
         presets.debug(),
         out=options.out or free_folder("runs/demo"), steps=options.steps, seed=options.seed,
-        batch_size=32, micro_batch_size=32, save_every=options.steps, context="block_causal",
+        save_every=options.steps, context="block_causal",
+        dataset=c.DataConfig(template="chat", holdout=64),
         optim=c.OptimConfig(lr=2e-3), eval=c.EvalConfig(every=max(options.steps // 4, 1)),
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ from bwsft.commands.export_files import (
 )
 from bwsft.commands.model_card import model_card
 from bwsft.models.backbone import Backbone
+from bwsft.models.families import token_rows, trained_beside
 from bwsft.models.loading import model_folder
 from bwsft.models.lora import ADAPTER
 from bwsft.models.weight_files import opened, renamed, shard_files
@@ -101,6 +102,7 @@ class Weights:
             source = adapter_base(trained.folder, trained.state)
             self.updates = take_off_adapter(self.backbone)
         self.places = places_of(self.backbone.model, source)
+        self.mask_rows = self.rows_of_mask()
         whole = self.backbone.model.to(target).state_dict()
         self.tensors = {name: whole[name] for name in self.places}
         """What will be written, on the meta device."""
@@ -118,11 +120,43 @@ class Weights:
                 found = rows.to(self.target)
             if found is not read and (found.isinf() & read.isfinite()).any():
                 raise ValueError(f"{name} has numbers beyond {self.target}: use --dtype float32")
-            yield found
+            yield self.with_mask_row(name, found, done)
             done += len(rows) if size else 0
         if size and done < size[0]:  # a [MASK] that is new to the model: the row loading gives it
             values = read_tensor(*self.places[name]).to(self.stored)
             yield values.mean(0, dtype=torch.float32).to(self.stored).to(self.target)
+
+    def rows_of_mask(self) -> dict[str, Tensor]:
+        """Name of a tensor -> the row of [MASK] that loading gives it, where nobody trained it: a
+        folder must mean the same to whoever opens it. Reads an embedding whole where it does."""
+        state = self.backbone.model.state_dict(keep_vars=True)
+        names = {id(state[name]): name for name in self.places}
+        mask_id, found = self.backbone.family.mask_id, {}
+        for weight, bias in token_rows(self.backbone.model):
+            values = read_tensor(*self.places[names[id(weight)]]).to(self.stored)
+            if mask_id >= len(values):  # a row that loading adds
+                break
+            trained = trained_beside(values, mask_id)
+            if not len(trained):
+                if not found:  # the embedding decides
+                    break
+                continue
+            for tensor in (weight, bias):
+                if tensor is not None:
+                    name = names[id(tensor)]
+                    whole = read_tensor(*self.places[name]).to(self.stored)
+                    mean = whole[trained].mean(0, dtype=torch.float32)
+                    found[name] = mean.to(self.stored).to(self.target)
+        return found
+
+    def with_mask_row(self, name: str, rows: Tensor, start: int) -> Tensor:
+        """Rows of a tensor from `start` on, that of [MASK] as loading gives it."""
+        at = self.backbone.family.mask_id - start
+        if name not in self.mask_rows or not 0 <= at < len(rows):
+            return rows
+        rows = rows.clone()
+        rows[at] = self.mask_rows[name]
+        return rows
 
     def update(self, name: str) -> Tensor:
         """scale * B A, float32."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bwsft.data.chat_template import Prompt
+from bwsft.data.columns import Columns
 from bwsft.data.file_formats import FORMATS, format_of
-from bwsft.data.records import Columns, question
+from bwsft.data.records import question
 from bwsft.decoding.pipeline import Decoder, DecoderOptions
 from bwsft.evaluation.answer_files import read_records, read_text
 from bwsft.utils import lines

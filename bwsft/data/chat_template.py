@@ -63,7 +63,9 @@ class Template:
             raise ValueError("this tokenizer has no EOS token; set its eos_token")
         self.tokenizer, self.name, self.args = tokenizer, name, parse_args(args)
         self._chat = name != "none" and bool(tokenizer.chat_template)
-        self._source = on_one_day(tokenizer.get_chat_template()) if self._chat else None
+        # A tokenizer may have one template for conversations with tools and one for those without.
+        kinds = (None, [{}]) if self._chat else ()
+        self._sources = [on_one_day(tokenizer.get_chat_template(tools=kind)) for kind in kinds]
         self._special = special_tokens(tokenizer)
         names = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
@@ -104,14 +106,14 @@ class Template:
 
     def reads(self, name: str) -> bool:
         """Whether the chat template names a field of messages, or an argument such as tools."""
-        return bool(self._source) and name in self._source
+        return any(name in source for source in self._sources)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool) -> str:
         """The text that the chat template prints; `prompt`: with the header of an answer."""
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False,
-                add_generation_prompt=prompt, chat_template=self._source, **self.args,
+                add_generation_prompt=prompt, chat_template=self._sources[bool(tools)], **self.args,
             )  # fmt: skip
         except Exception as error:  # templates raise jinja's errors and whatever they call
             raise ValueError(f"the chat template refuses these messages: {error}") from error
@@ -183,7 +185,7 @@ class Template:
             # A block that the template makes up (Qwen3's empty <think>) and no decoder sends is
             # left out, unless the answer has one; blanks belong to the answer.
             made_up = self.lead.strip() and response.startswith(self.lead)
-            own = content.startswith(self.lead.strip()) or message.keys() - {"role", "content"}
+            own = content.startswith(self.lead.strip())
             return response[len(self.lead) :] if made_up and not own else response
         # The prompt goes on where the answer does not (an opened <think>).
         if not content or not body.rstrip().endswith(content):

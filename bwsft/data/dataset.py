@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bwsft.data import chat_template, examples, file_formats, records, sources, token_cache
+from bwsft.data import sources, token_cache
 from bwsft.data import tokenizer as tokenizer_module
 from bwsft.data.chat_template import Template
 from bwsft.data.examples import TURN_BIT, DataOptions, ExampleReader
@@ -127,14 +127,16 @@ def load_set(
 
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
-    modules = (
-        chat_template, examples, file_formats, lines, records, strict_json, tokenizer_module
-    )  # fmt: skip
-    code = [Path(file).read_bytes() for file in (*(m.__file__ for m in modules), __file__)]
+    code = [file.read_bytes() for file in _code_files()]
     names = ("template", "template_args", "columns", "turns", "on_bad", "exclude_type")
     parts = [source, tokenizer, *(getattr(options, name) for name in names)]
     parts += [hashlib.sha256(text).hexdigest() for text in code]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _code_files() -> list[Path]:
+    beside = [Path(module.__file__) for module in (strict_json, lines)]
+    return [*sorted(Path(__file__).parent.glob("*.py")), *beside]
 
 
 def _tokenize(

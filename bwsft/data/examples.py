@@ -7,6 +7,7 @@ from typing import Any
 
 from bwsft.data import records
 from bwsft.data.chat_template import Prepared, Template
+from bwsft.data.columns import Columns, shown
 from bwsft.data.records import Record
 
 TURN_BIT = 40  # a sample id is the record's number + (answers after this one << TURN_BIT)
@@ -22,7 +23,7 @@ class DataOptions:
     `max_length` bounds prompt + response with its end token; longer examples are dropped.
     `gen_length` only serves the report. `on_bad` is "stop" or "skip". Records whose `type`
     contains `exclude_type` are dropped. `subset` and `split` choose a part of the source, `columns`
-    (as records.Columns.parse takes it) says what its columns are, `turns` which answers of a
+    (as Columns.parse takes it) says what its columns are, `turns` which answers of a
     conversation are examples; `template_args` goes to the chat template. With `mask_id` or
     `vocab_size` given, every id is checked against them.
     """
@@ -52,7 +53,7 @@ class ExampleReader:
 
     def __init__(self, template: Template, options: DataOptions):
         self.template, self.options = template, options
-        self.columns = records.Columns.parse(options.columns)
+        self.columns = Columns.parse(options.columns)
         self.dropped: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
         self.skipped: list[dict[str, str]] = []
@@ -108,7 +109,7 @@ class ExampleReader:
         """Fields of messages, and tools, that the chat template's text does not name."""
         names = {name for turn in record.messages for name in turn} - {"role", "content"}
         names |= {"tools"} if record.tools else set()
-        return sorted(records.shown(name) for name in names if not self.template.reads(name))
+        return sorted(shown(name) for name in names if not self.template.reads(name))
 
 
 def _unfit(record: Record, at: int) -> str | None:

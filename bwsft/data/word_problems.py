@@ -6,6 +6,8 @@ split, so a test problem is never a training problem with another name in it.
 
 import operator
 import random
+import re
+from dataclasses import dataclass
 
 NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe", "Max", "Ivy")
 THINGS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "eggs")
@@ -32,15 +34,27 @@ def is_test(story: int, a: int, b: int, c: int) -> bool:
     return (7 * a + 11 * b + 13 * c + story) % TEST_SHARE == 0
 
 
-def largest_operand(data: str | None) -> int | None:
-    """Of the generated problems that a run's `data` names: None is 9, "wordproblems-20" is 20; None
-    for anything else, which is a file or a Hub id."""
+@dataclass(frozen=True)
+class Generated:
+    """The generated problems that a run's `data` names."""
+
+    largest: int = 9
+    seed: int | None = None
+    """None: training problems alone, of seed 0, as the embedded base was trained on."""
+
+
+def named(data: str | None) -> Generated | None:
+    """What a run's `data` asks for: operands up to 9 (None), "wordproblems-20" or
+    "wordproblems-20-seed2"; None for any other text, which is a file or a Hub id."""
     if data is None:
-        return 9
-    if not isinstance(data, str):  # records
+        return Generated()
+    found = isinstance(data, str) and re.fullmatch(
+        r"wordproblems-(\d+)(?:-seed(\d+))?", data, re.ASCII
+    )
+    if not found:  # a file, a Hub id, or records
         return None
-    name, _, largest = data.rpartition("-")
-    return int(largest) if name == "wordproblems" and largest.isdecimal() else None
+    largest, seed = found.groups()
+    return Generated(int(largest), None if seed is None else int(seed))
 
 
 def generate(

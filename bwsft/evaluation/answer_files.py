@@ -19,9 +19,9 @@ from pathlib import Path
 
 from bwsft.data import records
 from bwsft.data.chat_template import Prompt
+from bwsft.data.columns import Columns
 from bwsft.data.file_formats import FORMATS, format_of
 from bwsft.data.file_formats import read_text as read_file
-from bwsft.data.records import Columns
 from bwsft.data.sources import open_source
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.math_equality import same_spelling

@@ -36,7 +36,8 @@ def bare(fragment: str) -> str:
     parts = fragment.split(MASK)
     filled = [index for index, part in enumerate(parts) if part.strip()]
     fragment = MASK.join(parts[filled[0] : filled[-1] + 1]).strip() if filled else ""
-    return fragment.removesuffix(".").strip(" …\n").strip(".* ")
+    # ".5" keeps its point.
+    return re.sub(r"\A(?:[\s*]|\.(?![0-9]))+", "", fragment.rstrip(" .…*\n"))
 
 
 def _after(text: str, lead: re.Pattern) -> Iterable[tuple[re.Match, re.Match, int]]:

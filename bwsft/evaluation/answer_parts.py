@@ -17,8 +17,9 @@ _SYMBOLS = {
 _SYMBOL = re.compile("|".join(_SYMBOLS))
 _LETTER = r"\\(?:mathrm|text|textrm|textit|mathit|rm|operatorname)\s?\{\s?"
 _REWRITES = [(re.compile(pattern), by) for pattern, by in (
-    # The number e and the imaginary unit are no units of measurement.
-    (_LETTER + r"([eid])\s?\}", r" \1"),
+    (r"~", " "),
+    # The number e, the imaginary unit and unit vectors are no units of measurement.
+    (_LETTER + r"([eidjk])\s?\}", r" \1"),
     (_LETTER + r"(sin|cos|tan|cot|sec|csc|log|ln|exp)\s?\}", r"\\\1 "),
     (r"(?<![\\a-zA-Z])(sin|cos|tan|cot|csc|log|ln)(?![a-zA-Z])", r"\\\1 "),
     (r"√\s?(?=\{)|(?<![\\a-zA-Z])sqrt\s?(?=\{)", r"\\sqrt"),
@@ -31,7 +32,7 @@ _REWRITES = [(re.compile(pattern), by) for pattern, by in (
     (r"°|º|\\degree(?![a-zA-Z])|\\textdegree(?![a-zA-Z])", r"^\\circ "),
     (r"(?:\\text\s?\{\s?)?\bper[ ]?cent\b\s?\}?", r"\\%"),
     # A mixed number, before the space in it goes: 11 5/6 is not 115/6.
-    (r"(?<![0-9.,/^_])([0-9]{1,9})(?: |~|\\[,;:! ])+([0-9]{1,9})/([0-9]{1,9})(?![0-9])",
+    (r"(?<![0-9.,/^_])([0-9]{1,9})(?: |\\[,;:! ])+([0-9]{1,9})/([0-9]{1,9})(?![0-9])",
      r"\1\\frac{\2}{\3}"),
 )]
 
@@ -76,7 +77,7 @@ _NUMERALS = {name: str(value) for value, name in enumerate(
     "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen".split(), 2)}
 _BASE = re.compile(
-    r"(?:[a-z]=)?\(?([0-9A-F][0-9A-F., ]*)\)?(?:_\{?\(?(?:base)?([0-9]{1,2}|[a-z]+)\)?\}?"
+    r"(?:[a-z]=)?\(?(-?[0-9A-F]+(?:,[0-9A-F]{3})*(?:\.[0-9A-F]+)?)\)?(?:_\{?\(?(?:base)?([0-9]{1,2}|[a-z]+)\)?\}?"
     r"|\(?(?:in)?base-?([0-9]{1,2}|[a-z]+)\)?)")
 
 
@@ -103,15 +104,15 @@ def take_apart(answer: str, letters: bool) -> Parts:
 
 
 def _based(text: str) -> tuple[str, int] | None:
-    """Digits and their base of 2516_8, 2516_{\\text{eight}}, "2516 base 8"."""
+    """The digits and their base of 2516_8, 2516_{\\text{eight}}, "2516 base 8"."""
     match = _BASE.fullmatch(re.sub(r"\s|\\[,;:! ]|\{,\}", "", _TEXT.sub(r"\1", text)))
     if match is None:
         return None
     base = _NUMERALS.get(match[2] or match[3], match[2] or match[3])
     if not base.isdigit() or not 2 <= int(base) <= 36:
         return None
-    digits = match[1].replace(",", "").strip(".")
-    fits = all(digit == "." or int(digit, 36) < int(base) for digit in digits)
+    digits = match[1].replace(",", "")
+    fits = all(int(digit, 36) < int(base) for digit in re.sub("[-.]", "", digits))
     return (digits, int(base)) if fits and re.search("[0-9]", digits) else None
 
 

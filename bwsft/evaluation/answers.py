@@ -75,7 +75,8 @@ _WORDS_THEN_MATHS = re.compile(
 _MARKUP = re.compile(
     r"(?:[\s\\(\[*_{}$>:→~≈`]|[a-zA-Z]\s?=|(?i:about|approximately|around|exactly|simply|just|"
     r"therefore|thus|approx)\b)*")
-_EQUATION = re.compile(r"\A(?:(?:[^A-Za-z=]|\\(?:times|cdot|div|d?frac)(?![a-z]))*=)+")
+_EQUATION = re.compile(
+    r"\A(?:(?:[^A-Za-z=]|\\(?:times|cdot|div|d?frac)(?![a-z])|(?<=[0-9] )[xX](?= [0-9]))*=)+")
 # What makes a number the first of several: "4, 6", "5 to 7", "2 hours and 30 minutes", "3 + 4".
 _SEVERAL = re.compile(
     r"(?:[ \t]{1,3}[A-Za-z]{1,15}){0,2}[ \t$})]{0,3}(?:,[ \t]?(?:(?:and|or)\b)?|;|\b(?:and|or|to)\b"

@@ -1,4 +1,4 @@
-"""When two MATH answers are the same: first as normalized strings, then by math-verify.
+"""When two MATH answers are the same: by spelling, by exact value, then by math-verify.
 
 math-verify (sympy underneath) can hang or eat memory on what a model writes ("9^{9^{9}}"), and its
 own time limit needs SIGALRM, which only a main thread may use. So it runs in a child process that
@@ -77,9 +77,9 @@ def _without_name(first: str, second: str) -> tuple[str, str]:
 def _comparable(reference: str, answer: str) -> tuple[Parts, Parts] | None:
     """The parts of both sides; None where no reading of the answer equals the reference.
 
-    So it is with masks left in it, another unit or base, one relation (x > 5 is not 5), or a set
-    against a point. A unit or base that the reference names may be missing: the question asked
-    for it. One that only the answer names must be a unit or 10.
+    So it is with masks left in it, another unit or base, one relation (x > 5 is not 5), a set
+    against a point, or "3, 500" against 3500. A unit or base that the reference names may be
+    missing: the question asked for it. A base that only the answer names must be 10.
     """
     if MASK in answer or DAMAGED in answer or not answer.strip() or len(answer) > LONGEST:
         return None
@@ -96,6 +96,9 @@ def _comparable(reference: str, answer: str) -> tuple[Parts, Parts] | None:
         return None
     opened = {r"\{" if body.startswith(r"\{") else body[:1] for body in bodies}
     if opened in ({r"\{", "("}, {r"\{", "["}):
+        return None
+    listed = [bool(re.search(r"[0-9], +[0-9]", part.body)) for part in (gold, guess)]
+    if listed[0] != listed[1] and re.fullmatch("-?[0-9.]+", bodies[listed[0]]):
         return None
     bases = [sorted(_DIGITS_BASE.findall(body)) for body in bodies]
     return (gold, guess) if bases[0] == bases[1] else None

@@ -79,7 +79,7 @@ _NUMBER = re.compile(
     rf"|(?P<whole>(?:{_THOUSANDS}|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+))"
     r"(?:(?P<mixed> {1,2}[0-9]+)?/(?P<denominator>0*[1-9][0-9]*)(?![0-9]|[/.][0-9]))?"
     rf"(?:[eE](?P<e>[-+]?[0-9]{{1,3}})(?![0-9a-zA-Z])|(?(ten){_POWER % 'bare'}|"
-    rf"\s?(?:\\times|\\cdot|[×·⋅*xX])\s?\{{?10\}}?{_POWER % 'times'}))?"
+    rf"{_SPACING}{{0,3}}(?:\\times|\\cdot|[×·⋅*xX]){_SPACING}{{0,3}}\{{?10\}}?{_POWER % 'times'}))?"
     rf"(?P<words>(?:(?:\s{{1,3}}|-)(?i:{_SCALE})s?){{1,3}}(?![\w-]))?"
     r"(?(currency)(?P<suffix>(?i:bn|mn|[kmb])(?![\w$^]))?)")
 _RECURRING = re.compile(

@@ -135,8 +135,8 @@ def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None
     """One record per output; `correct` is the ladder's verdict. Without a reference it and the
     strict rule's are None.
 
-    `verdict` says what decided: "number" (exact values), "spelling", "math-verify", or "failed"
-    where math-verify gave up (counted as wrong).
+    `verdict` says what decided: "spelling", "number" (exact values, units and bases),
+    "math-verify", or "failed" where math-verify gave up (counted as wrong).
     """
     records, samples = [], Counter()
     for output in outputs:

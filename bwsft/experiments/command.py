@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bwsft import config as c
-from bwsft.data.word_problems import largest_operand
+from bwsft.data.word_problems import named
 from bwsft.experiments import report, scales
 from bwsft.experiments.estimate import print_plan
 from bwsft.experiments.measures import TestSet
@@ -31,9 +31,9 @@ class ExperimentOptions:
 
     name: Annotated[Name, tyro.conf.Positional]
     """Which comparison."""
-    scale: Literal["mini", "debug", "gsm8k", "8b"] = "mini"
+    scale: Literal["mini", "debug", "8b"] = "mini"
     """mini: the embedded base on generated problems, on a CPU; debug: easier problems, in larger
-    updates; gsm8k: GSM8K-shaped --data; 8b: LLaDA-8B-Instruct on a GPU."""
+    updates; 8b: LLaDA-8B-Instruct on a GPU."""
     preset: Literal["paper", "released", "llada-8b-lora"] = "paper"
     """Settings of the 8b scale."""
     dry_run: bool = False
@@ -96,10 +96,10 @@ def run_experiment(options: ExperimentOptions) -> int:
 
 def chosen_scale(options: ExperimentOptions) -> Scale:
     """The scale with what the options change in it."""
-    made = {"mini": scales.mini, "debug": scales.debug, "gsm8k": scales.gsm8k}
+    made = {"mini": scales.mini, "debug": scales.debug}
     scale = made[options.scale]() if options.scale in made else scales.eight_b(options.preset)
-    named = {"model": options.model, "data": options.data}
-    changes = {key: value for key, value in named.items() if value is not None}
+    given = {"model": options.model, "data": options.data}
+    changes = {key: value for key, value in given.items() if value is not None}
     base = dataclasses.replace(scale.base, **changes)
     if options.steps is not None:
         base = with_updates(base, options.steps)
@@ -111,9 +111,7 @@ def chosen_test_set(options: ExperimentOptions, scale: Scale) -> TestSet:
     for task in scale.tasks:
         if task != "solved" and getattr(options, task) is None:
             raise ValueError(f"--scale {scale.name} measures {task}: give --{task} FILE")
-    if scale.name == "gsm8k" and scale.base.data is None:
-        raise ValueError("--scale gsm8k needs --data FILE, GSM8K-shaped training records")
-    if largest_operand(scale.base.data) is None and options.nelbo_data is None:
+    if named(scale.base.data) is None and options.nelbo_data is None:
         raise ValueError(
             "the held-out NELBO needs --nelbo-data FILE: records like those of the training, and "
             "not among them"
@@ -122,7 +120,7 @@ def chosen_test_set(options: ExperimentOptions, scale: Scale) -> TestSet:
         if not Path(path).is_file():
             raise ValueError(f"{path} is not a file")
     files = {name: getattr(options, name) for name in ("gsm8k", "math", "nelbo_data")}
-    batch_size = 10 if scale.name in ("gsm8k", "8b") else 50
+    batch_size = 10 if scale.name == "8b" else 50
     return TestSet(problems=options.problems, batch_size=batch_size, **files)
 
 

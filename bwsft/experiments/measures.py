@@ -60,8 +60,10 @@ def measure(name: str, source: str | None, config: c.Config, tests: TestSet, ste
 def test_problems(count: int, data: str | None = None, pilot: bool = False) -> list[dict]:
     """Problems of the test split, generated as the training's were; the numbers of a problem decide
     which half it is in."""
-    largest = word_problems.largest_operand(data)
-    asked = word_problems.generate(4 * count, TEST_SEED, split="test", largest=largest)
+    generated = word_problems.named(data)
+    if generated is None:
+        raise ValueError(f"{data} has no generated test problems: give --nelbo-data FILE")
+    asked = word_problems.generate(4 * count, TEST_SEED, "test", generated.largest)
     half = [p for p in asked if sum(map(int, re.findall(r"\d+", p["query"]))) % 2 == int(pilot)]
     assert len(half) >= count
     return half[:count]

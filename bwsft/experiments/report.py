@@ -16,7 +16,7 @@ from bwsft.checkpoints.folders import versions
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import TestSet
 from bwsft.experiments.plans import Plan
-from bwsft.experiments.results import Judged, Measured, judge
+from bwsft.experiments.results import Judged, Measured, is_nelbo, judge
 from bwsft.experiments.scales import Scale
 from bwsft.experiments.statistics import mean_error
 from bwsft.utils.files import write_atomic
@@ -88,7 +88,7 @@ def settings(finished: Finished) -> str:
         f"Evaluated on {tests.problems} problems with {tests.draws} masked states each; decoding "
         "is greedy, one token a step. Mean ± standard error over seeds; the seeds share the "
         "starting model and the test set, so the intervals say nothing about other problems. FLOPs "
-        "are counted."
+        "are counted. The same seed gives slightly other figures on another CPU."
     )
 
 
@@ -121,10 +121,6 @@ def table(finished: Finished, brief: bool = False) -> list[list[str]]:
     return [[*columns], *([text(arm) for text in columns.values()] for arm in finished.arms)]
 
 
-def is_nelbo(name: str) -> bool:
-    return name.startswith(("nelbo", "pilot", "curve"))
-
-
 def label(name: str) -> str:
     kind, _, block = name.partition("@")
     return f"{LABELS.get(kind, kind.upper())}, B {block}"
@@ -150,8 +146,9 @@ def claims(judged: list[Judged]) -> list[str]:
         p = "-" if math.isnan(j.adjusted_p) else f"{j.adjusted_p:.3g}"
         lines.append(f"| {j.claim.text} | {shown} | {p} | {j.verdict} |")
     note = (
-        "A claim holds if the difference is negative: paired t test over seeds, p-values adjusted "
-        "over the claims of this page. `opposite` means significantly the other way."
+        "A claim holds if the difference is negative: Welch's t test over seeds, p-values adjusted "
+        "over the claims of this page about the same kind of measure. `opposite` means "
+        "significantly the other way."
     )
     return [*lines, "", note, ""]
 

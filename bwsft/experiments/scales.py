@@ -1,4 +1,4 @@
-"""The sizes of every experiment: `mini`, `debug` and `gsm8k` on a CPU, `8b` on a GPU.
+"""The sizes of every experiment: `mini` and `debug` on a CPU, `8b` on a GPU.
 
 A scale fixes what all arms of an experiment share: the starting model, data, canvas, batch, updates
 and learning rate. Whatever is compared changes one thing from there (plans.py).
@@ -27,6 +27,9 @@ class Scale:
     """Training examples of EQUAL-TOKENS, so that traversals are short; None: all."""
     tasks: tuple[str, ...]
     """Exact match: "solved" on generated problems, or the names of answer files."""
+    claims_matches: bool = False
+    """Exact match is claimed about: not of a model of a million parameters, which solves next to
+    nothing."""
     cpu_seconds: float = 40
     """Time of a training where arms get equal time."""
 
@@ -40,8 +43,8 @@ def mini() -> Scale:
     operands than the base has seen, so that there is something to learn."""
     base = dataclasses.replace(
         presets.debug(),
-        data="wordproblems-20", steps=200, block_size=10, batch_size=16, micro_batch_size=16,
-        save_every=200, keep_last=1,
+        data="wordproblems-20-seed2", steps=200, context="exact", block_size=10, batch_size=16,
+        micro_batch_size=16, save_every=200, keep_last=1,
         dataset=c.DataConfig(template="chat", holdout=64),
         # Of 1e-3, 3e-3 and 1e-2 the best for every arm (experiment `pilot`).
         optim=c.OptimConfig(lr=3e-3),
@@ -51,26 +54,16 @@ def mini() -> Scale:
 
 
 def debug() -> Scale:
-    """The embedded base on problems like those it was pre-trained on, 5 blocks of 8."""
+    """The embedded base on more problems like those it was pre-trained on, 5 blocks of 8."""
     base = dataclasses.replace(
-        mini().base, data=None, block_size=8, batch_size=32, micro_batch_size=32,
+        mini().base, data="wordproblems-9-seed2", block_size=8, batch_size=32, micro_batch_size=32,
         optim=c.OptimConfig(lr=1e-3),
     )  # fmt: skip
     return Scale("debug", base, (4, 8, 20, 40), 3, 800, ("solved",))
-
-
-def gsm8k() -> Scale:
-    """The embedded base on GSM8K-shaped text, with the paper's canvas of 4 blocks of 32. A million
-    parameters solve none of it: the NELBO alone is measured."""
-    base = dataclasses.replace(
-        mini().base, data=None, block_size=32, gen_length=128, max_length=256, batch_size=8,
-        micro_batch_size=8,
-    )  # fmt: skip
-    return Scale("gsm8k", base, (8, 16, 32, 64), 3, 400, ())
 
 
 def eight_b(preset: str = "paper") -> Scale:
     """LLaDA-8B-Instruct with LoRA on MetaMathQA; `preset`: paper, released or llada-8b-lora."""
     base = presets.PRESETS[preset]()
     base = dataclasses.replace(base, data=base.data or "meta-math/MetaMathQA", keep_last=1)
-    return Scale("8b", base, (8, 16, 32, 64), 3, None, ("gsm8k", "math"))
+    return Scale("8b", base, (8, 16, 32, 64), 3, None, ("gsm8k", "math"), True)

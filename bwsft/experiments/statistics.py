@@ -1,4 +1,4 @@
-"""Means, intervals and paired tests over seeds."""
+"""Means, intervals and Welch's test over seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class Contrast:
-    """Mean of paired differences, its 95 % t interval and two-sided p-value."""
+    """Difference of two means, its 95 % interval and two-sided p-value; `n` values a side."""
 
     mean: float
     low: float
@@ -27,16 +27,19 @@ def mean_error(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-def contrast(differences: list[float]) -> Contrast:
-    """Paired t test of differences, one per seed, against 0."""
-    mean, error = mean_error(differences)
-    n = len(differences)
+def contrast(a: list[float], b: list[float]) -> Contrast:
+    """Welch's t test of mean(a) - mean(b): two arms of the same seeds are not correlated, so their
+    values are not paired. As many values on both sides, and one of them may be constant."""
+    n, mean = len(a), statistics.fmean(a) - statistics.fmean(b)
     if n < 2:
         return Contrast(mean, math.nan, math.nan, math.nan, n)
-    if error == 0:
+    # Squared errors of the two means. scipy.stats.ttest_ind warns of a constant side.
+    u, v = statistics.variance(a) / n, statistics.variance(b) / n
+    if u + v == 0:
         return Contrast(mean, mean, mean, 1.0 if mean == 0 else 0.0, n)
-    half = float(stats.t.ppf(0.975, n - 1)) * error
-    p = float(2 * stats.t.sf(abs(mean / error), n - 1))
+    error, freedom = math.sqrt(u + v), (n - 1) * (u + v) ** 2 / (u**2 + v**2)
+    half = float(stats.t.ppf(0.975, freedom)) * error
+    p = float(2 * stats.t.sf(abs(mean / error), freedom))
     return Contrast(mean, mean - half, mean + half, p, n)
 
 

@@ -53,11 +53,12 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def pretraining(work: Path, steps: int) -> c.Config:
-    """The pre-training run: classical masks over the whole response."""
+    """The pre-training run: classical masks over the whole response. Its problems are those of seed
+    0, and fine-tuning takes others."""
     return c.Config(
-        preset="debug", tokenizer=str(work / "tokenizer"), out=str(work / "run"), steps=steps,
-        seed=SEED, block_size=8, gen_length=40, max_length=72, batch_size=32, micro_batch_size=32,
-        save_every=500, keep_last=0,
+        preset="debug", data="wordproblems-9-seed0", tokenizer=str(work / "tokenizer"),
+        out=str(work / "run"), steps=steps, seed=SEED, block_size=8, gen_length=40, max_length=72,
+        batch_size=32, micro_batch_size=32, save_every=500, keep_last=0,
         dataset=c.DataConfig(template="chat", holdout=64),
         objective=ObjectiveConfig(name="classical"),
         lora=c.LoraConfig(rank=0),

@@ -231,7 +231,7 @@ def _grow(model: PreTrainedModel, mask_id: int) -> None:
         return
     with torch.random.fork_rng(devices=[]):  # transformers draws a row first
         model.resize_token_embeddings(mask_id + 1, mean_resizing=False)
-    for values in (v for pair in _token_rows(model) for v in pair if v is not None):
+    for values in (v for pair in token_rows(model) for v in pair if v is not None):
         values[rows:] = values[:rows].mean(0, dtype=torch.float32).to(values.dtype)
 
 
@@ -243,8 +243,8 @@ def _fill_mask_row(model: PreTrainedModel, mask_id: int) -> None:
     Nothing of it is stored: whoever loads the same base finds the same row, in training under an
     adapter, on resuming, in decoding. A row once trained passes the test no more.
     """
-    (embedding, _), *head = _token_rows(model)
-    if embedding.is_meta or not len(trained := _trained_beside(embedding, mask_id)):
+    (embedding, _), *head = token_rows(model)
+    if embedding.is_meta or not len(trained := trained_beside(embedding, mask_id)):
         return
     warnings.warn(
         f"the embedding of [MASK], id {mask_id}, is a spare row that was never trained: it is set "
@@ -253,12 +253,12 @@ def _fill_mask_row(model: PreTrainedModel, mask_id: int) -> None:
     )
     _to_mean(embedding, mask_id, trained)
     for matrix, bias in head:
-        if len(trained := _trained_beside(matrix, mask_id)):
+        if len(trained := trained_beside(matrix, mask_id)):
             _to_mean(matrix, mask_id, trained)
             _to_mean(bias, mask_id, trained)
 
 
-def _trained_beside(matrix: Tensor, row: int) -> Tensor:
+def trained_beside(matrix: Tensor, row: int) -> Tensor:
     """Indices of the trained rows of an embedding [V, D] if ``row`` is untrained; none if it is
     trained, or if none are.
 
@@ -280,7 +280,7 @@ def _trained_beside(matrix: Tensor, row: int) -> Tensor:
     return (~untrained).nonzero().flatten()
 
 
-def _token_rows(model: PreTrainedModel) -> list[tuple[Tensor, Tensor | None]]:
+def token_rows(model: PreTrainedModel) -> list[tuple[Tensor, Tensor | None]]:
     """(weight, bias) of the embedding and of an untied head."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     pairs = [(m.weight, getattr(m, "bias", None)) for m in map(active_module, modules)]

@@ -56,13 +56,13 @@ FOREIGN = ("model_init", "compute_loss_func", "compute_metrics", "preprocess_log
 
 
 def load_examples(
-    config: c.Config, tokenizer: PreTrainedTokenizerBase, model: nn.Module, source: Any = None,
+    config: c.Config, tokenizer: PreTrainedTokenizerBase, model: nn.Module, records: Any = None,
     holdout: float | None = None,
 ) -> tuple[list[dict], list[dict]]:  # fmt: skip
     """(training examples, held-out examples) of the run `config`, as `bwsft train` has them:
-    config.data (None: generated word problems), template, lengths, holdout. `source`: records in
-    place of config.data; `holdout`: a number, or below 1 a share, in place of the config's."""
-    data = plan_data(config, tokenizer, as_backbone(model).family, source, holdout)
+    config.data, template, lengths, holdout. In place of the config's, `records` is a data set, and
+    `holdout` a number of examples, or below 1 a share."""
+    data = plan_data(config, tokenizer, as_backbone(model).family, records, holdout)
     examples = (data.examples.example(int(i)) for i in (*data.train_index, *data.holdout_index))
     rows = [dict(zip(COLUMNS, example, strict=True)) for example in examples]
     return rows[: len(data.train_index)], rows[len(data.train_index) :]

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from bwsft import config as c
-from bwsft.data import packing
-from bwsft.data import word_problems as wordproblems
+from bwsft.data import packing, word_problems
 from bwsft.data.dataset import TokenizedSet, load_set
 from bwsft.data.examples import DataOptions
 from bwsft.data.packing import Batch, CanvasLayout, pack, split_holdout
@@ -20,9 +19,9 @@ from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import HeldOut
 
-GENERATED = 20_000  # word problems of a run without --data
-# Generated problems, held-out examples and their masks don't follow --seed: what differs between
-# two seeds is then the training alone.
+GENERATED = 20_000  # word problems of a run without a file, those held out included
+# Held-out examples and their masks don't follow --seed, nor do generated problems: what differs
+# between two seeds is then the training alone.
 FIXED_SEED = 0
 
 
@@ -101,19 +100,33 @@ def data_options(config: c.Config, family: Family) -> DataOptions:
     )  # fmt: skip
 
 
+def source_of(config: c.Config) -> tuple[Any, int]:
+    """(a file, a Hub id or generated records; how many records at its end are to be held out).
+
+    Where the data has a seed of its own these are test problems: no training problem has their
+    numbers. Elsewhere the hold-out is a random part, and the second value is 0.
+    """
+    generated = word_problems.named(config.data)
+    if generated is None:
+        return config.data, 0
+    seed, largest = generated.seed, generated.largest
+    if seed is None:
+        return word_problems.generate(GENERATED, FIXED_SEED, largest=largest), 0
+    count, tests = min(config.dataset.limit or GENERATED, GENERATED), config.dataset.holdout
+    problems = word_problems.generate(count - tests, seed, largest=largest)
+    return problems + word_problems.generate(tests, seed, "test", largest), tests
+
+
 def plan_data(
-    config: c.Config, tokenizer: Any, family: Family, source: Any = None,
+    config: c.Config, tokenizer: Any, family: Family, records: Any = None,
     holdout: float | None = None,
 ) -> TrainingData:  # fmt: skip
     """Tokenize, report what was dropped, check lengths against the model, hold some out.
 
-    `source`: records in place of config.data, anything that data.sources.open_source takes;
-    `holdout`: a number in place of config.dataset.holdout, or below 1 a share of the examples.
+    `records`: in place of config.data, anything that data.sources.open_source takes; `holdout`: a
+    number in place of config.dataset.holdout, or below 1 a share of the examples.
     """
-    if source is None:
-        source, largest = config.data, wordproblems.largest_operand(config.data)
-        if largest is not None:
-            source = wordproblems.generate(GENERATED, FIXED_SEED, largest=largest)
+    source, tests = source_of(config) if records is None else (records, 0)
     examples = load_set(source, tokenizer, data_options(config, family), config.dataset.cache_dir)
     print(examples.summary())
     if config.dataset.limit is not None:
@@ -130,8 +143,12 @@ def plan_data(
         raise ValueError(
             f"--dataset.holdout {held} leaves nothing of {len(examples)} examples to train on"
         )
-    held = math.ceil(held * len(examples)) if held < 1 else int(held)
-    split = split_holdout(examples.record_numbers, held, FIXED_SEED)
+    if tests:
+        is_test = examples.record_numbers >= len(source) - tests
+        split = np.flatnonzero(~is_test), np.flatnonzero(is_test)
+    else:
+        held = math.ceil(held * len(examples)) if held < 1 else int(held)
+        split = split_holdout(examples.record_numbers, held, FIXED_SEED)
     each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
     return TrainingData(examples, *split, layout, each)
 

@@ -263,13 +263,16 @@ def piece_tokenizer(scheme, prefix=False):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    pieces = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:<>|/+?0123456789\n"]
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = "abcdefghijklmnopqrstuvwxyz:/+?0123456789\n"
+    pieces = ["<unk>", "<s>", "</s>", *byte_pieces, "▁", *letters]
     merges = [("▁", letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
     vocab = {piece: i for i, piece in enumerate([*pieces, *map("".join, merges)])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
+    model = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
+    backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", *byte_pieces])  # as some conversions do
     if prefix:
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
@@ -298,8 +301,8 @@ def test_tokenizers_that_mark_the_beginning_of_a_text(scheme):
     # The same text, tokenized with the special tokens by other names.
     shielded = template.prepare(conversation(("user", "</s> a"), ("assistant", "b")))
     assert shielded.marked
-    renamed = dataclasses.replace(shielded, prompt=shielded.prompt.replace("</s> a", "a b"))
-    plain = template.prepare(conversation(("user", "a b"), ("assistant", "b")))
+    renamed = dataclasses.replace(shielded, prompt=shielded.prompt.replace("</s> a", "a <é"))
+    plain = template.prepare(conversation(("user", "a <é"), ("assistant", "b")))
     assert template.tokenize([renamed]) == template.tokenize([plain])
 
 

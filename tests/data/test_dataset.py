@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -255,13 +254,16 @@ def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypat
     assert other.fingerprint != first.fingerprint
     assert other.prompt(1).tolist() == [257]
     assert entries() == 6
-    modules = (data.chat_template, data.records, data.tokenizer_module, data.strict_json, data)
-    for count, module in enumerate(modules, start=7):
-        edited = tmp_path / f"{count}.py"
-        edited.write_text(Path(module.__file__).read_text() + "# edited\n")
-        monkeypatch.setattr(module, "__file__", str(edited))
+    files = data._code_files()
+    made = {"chat_template", "columns", "dataset", "examples", "records", "sources", "tokenizer"}
+    assert made | {"strict_json", "lines", "file_formats"} <= {file.stem for file in files}
+    for at in (0, len(files) - 1):
+        edited = tmp_path / "edited.py"
+        edited.write_text(files[at].read_text() + "# edited\n")
+        changed = [*files[:at], edited, *files[at + 1 :]]
+        monkeypatch.setattr(data, "_code_files", lambda changed=changed: changed)
         load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-        assert entries() == count
+    assert entries() == 8
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "garbage", "empty", "header"])

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from bwsft.data.records import Columns, Record, conversation, normalize
+from bwsft.data.columns import Columns
+from bwsft.data.records import Record, conversation, normalize
 
 PAIR = {"query": "1+1?", "response": "2"}
 

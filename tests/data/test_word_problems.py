@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bwsft.data.records import normalize
-from bwsft.data.word_problems import STORIES, generate, largest_operand
+from bwsft.data.word_problems import STORIES, Generated, generate, named
 
 
 def test_every_equation_is_right_and_the_last_is_the_answer():
@@ -65,6 +65,8 @@ def test_every_story_appears_in_both_splits():
 
 
 def test_names_of_generated_data():
-    assert [largest_operand(name) for name in (None, "wordproblems-20")] == [9, 20]
-    others = ("wordproblems", "wordproblems-x.jsonl", "data/train.jsonl", "meta-math/MetaMathQA")
-    assert [largest_operand(name) for name in others] == [None] * 4
+    assert [named(name) for name in (None, "wordproblems-20")] == [Generated(9), Generated(20)]
+    assert named("wordproblems-12-seed3") == Generated(12, seed=3)
+    others = ("wordproblems", "wordproblems-x.jsonl", "data/train.jsonl", "meta-math/MetaMathQA",
+              "wordproblems-9-seed", "wordproblems-9-seed2.jsonl", "wordproblems-\u0669")
+    assert [named(name) for name in others] == [None] * len(others)

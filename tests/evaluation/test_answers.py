@@ -155,6 +155,7 @@ def test_gsm8k_ladder(text, answer, rung):
     ("\\boxed{5} then \\boxed{...}", "5", "boxed"),
     ("\\boxed{\\text{(C)}}", "\\text{(C)}", "boxed"),
     ("\\fbox{3}", "3", "boxed"),
+    ("\\boxed{.125}.", ".125", "boxed"),
     ("\\boxed{(2, \\infty)\n</answer>", "(2, \\infty)", "boxed"),
     ("<answer>\n\\[ \\frac{1}{4} \\]\n</answer>", "\\frac{1}{4}", "tag"),
     ("<answer>\n\\boxed{...}\n</answer>", None, "none"),

@@ -14,10 +14,10 @@ from bwsft import presets
 from bwsft.cli import main
 from bwsft.experiments import cells, estimate, measures, plans, report, results, scales
 from bwsft.experiments import statistics as st
-from bwsft.experiments.runner import Meters, check_test_set, settle
+from bwsft.experiments.runner import Meters, cells_of, check_test_set, measured, settle
 
 MINI, BIG = scales.mini(), scales.eight_b()
-SCALES = [MINI, scales.debug(), scales.gsm8k(), BIG, scales.eight_b("released")]
+SCALES = [MINI, scales.debug(), BIG, scales.eight_b("released")]
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda s: s.name)
@@ -60,9 +60,23 @@ def test_experiments_share_their_cells():
     table = key["table", "blockwise"]
     assert table == key["block-grid", "B 10"] == key["equal-flops", "blockwise"]
     assert table == key["dynamics", "blockwise"]
+    for arm in ("blockwise, equal FLOPs", *plans.MODES):
+        assert key["table", arm] == key["equal-flops", arm]
     assert key["block-grid", "B 5"] == key["prefix-noise", "0%"] == key["suffix-leak", "0%"]
     assert len({key["table", name] for name in plans.OBJECTIVES}) == len(plans.OBJECTIVES)
     assert key["table", "classical"] != key["equal-tokens", "classical, tau 1"]
+
+
+def test_what_is_claimed():
+    """Modes are compared at equal FLOPs; of a model that solves nothing, only the NELBO."""
+    for make in (plans.table, plans.equal_flops):
+        for mode in plans.MODES:
+            found = [claim for claim in make(MINI).claims if claim.smaller[0][0] == mode]
+            assert [f.larger[0][0] for f in found] == ["blockwise, equal FLOPs", "classical"]
+    for scale in (MINI, BIG):
+        claims = [claim for make in plans.PLANS.values() for claim in make(scale).claims]
+        kinds = {measure.split("@")[0] for claim in claims for _, measure in claim.smaller}
+        assert kinds == {"nelbo", "curve"} | ({"gsm8k", "math"} if scale is BIG else set())
 
 
 def test_the_papers_settings_row_by_row():
@@ -92,36 +106,47 @@ def test_the_papers_settings_row_by_row():
 
 def test_statistics_against_scipy():
     a, b = [0.31, 0.29, 0.33, 0.30, 0.28], [0.35, 0.30, 0.36, 0.33, 0.31]
-    found = st.contrast([x - y for x, y in zip(a, b, strict=True)])
-    reference = scipy_stats.ttest_rel(a, b)
+    found = st.contrast(a, b)
+    reference = scipy_stats.ttest_ind(a, b, equal_var=False)
     interval = reference.confidence_interval()
     assert found.p == pytest.approx(reference.pvalue, rel=1e-9)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+    constant, one_sample = st.contrast(a, [0.35] * 5), scipy_stats.ttest_1samp(a, 0.35)
+    assert constant.p == pytest.approx(one_sample.pvalue, rel=1e-9)
+    assert constant.low == pytest.approx(one_sample.confidence_interval().low - 0.35, rel=1e-9)
+    assert st.contrast([0.5, 0.5], [0.25, 0.25]).p == 0 and st.contrast([1, 1], [1, 1]).p == 1
     assert st.holm([0.01, 0.04, math.nan, 0.03])[:2] == pytest.approx([0.03, 0.06])
     assert st.holm([0.01, 0.04, math.nan, 0.03])[3] == pytest.approx(0.06)
-    assert st.verdict(found, found.p) == "reproduced"
-    assert st.verdict(dataclasses.replace(found, mean=-found.mean), found.p) == "opposite"
+    assert found.mean < 0 and st.verdict(found, 0.04) == "reproduced"
+    assert st.verdict(dataclasses.replace(found, mean=-found.mean), 0.04) == "opposite"
     assert st.verdict(found, 0.2) == "undecided"
-    assert st.contrast([0.5]).n == 1 and math.isnan(st.contrast([0.5]).p)
-    assert st.verdict(st.contrast([0.5]), math.nan) == "undecided"
+    single = st.contrast([0.5], [0.6])
+    assert single.n == 1 and math.isnan(single.p) and st.verdict(single, single.p) == "undecided"
 
 
 def cell_record(value, evals=((0, 1.0), (10, 0.5))):
-    return {"measures": {"nelbo@10": {"value": value}}, "train": {"evals": list(evals)}}
+    values = {"nelbo@10": {"value": value}, "gsm8k@10": {"value": 1 - value}}
+    return {"measures": values, "train": {"evals": list(evals)}}
 
 
-def test_claims_are_judged_pair_by_pair():
+def test_claims_are_judged_in_families():
+    """Welch's test of the two sides; each kind of measure is a family of its own."""
+    good, bad = (0.50, 0.61, 0.55), (0.70, 0.80, 0.76)
     rows = [
         results.Measured("base", [cell_record(0.9)], None),
-        results.Measured("good", [cell_record(v) for v in (0.50, 0.61, 0.55)], 1.0),
-        results.Measured("bad", [cell_record(v) for v in (0.70, 0.80, 0.76)], 1.0),
+        results.Measured("good", [cell_record(v) for v in good], 1.0),
+        results.Measured("bad", [cell_record(v) for v in bad], 1.0),
     ]
     claims = (
         plans.Claim("good", (("good", "nelbo@10"),), (("bad", "nelbo@10"),)),
         plans.Claim("wrong", (("base", "nelbo@10"),), (("bad", "nelbo@10"),)),
+        plans.Claim("match", (("bad", "gsm8k@10"),), (("good", "gsm8k@10"),)),
     )
     plan = plans.Plan("x", "x", "x", (), claims)
-    first, second = results.judge(plan, rows, 3)
+    first, second, match = results.judge(plan, rows, 3)
+    p = scipy_stats.ttest_ind(good, bad, equal_var=False).pvalue
+    assert first.found.p == pytest.approx(p) and match.adjusted_p == pytest.approx(p)
+    assert first.adjusted_p == pytest.approx(2 * p)  # one of two
     assert first.found.mean == pytest.approx(-0.2) and first.verdict == "reproduced"
     assert second.found.mean == pytest.approx(statistics.fmean([0.2, 0.1, 0.14]))
     assert second.verdict in ("undecided", "opposite")
@@ -129,9 +154,8 @@ def test_claims_are_judged_pair_by_pair():
 
 
 def test_a_page_names_data_without_the_way_there():
-    scale = scales.gsm8k()
-    base = dataclasses.replace(scale.base, data="/home/somebody/sets/gsm8k/train.jsonl")
-    plan, scale = plans.PLANS["dynamics"](scale), dataclasses.replace(scale, base=base)
+    base = dataclasses.replace(MINI.base, data="/home/somebody/sets/gsm8k/train.jsonl")
+    plan, scale = plans.PLANS["dynamics"](MINI), dataclasses.replace(MINI, base=base)
     finished = report.Finished(plan, scale, [0], measures.TestSet(), [])
     found = report.settings(finished)
     assert "on gsm8k/train.jsonl, 1 seeds" in found and "somebody" not in found
@@ -147,9 +171,10 @@ def test_halves_of_the_test_set_share_no_numbers():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A small table run: (arguments, folder)."""
+    """A small run: (arguments, folder). Two updates of `blockwise, equal FLOPs` cost nearly what
+    two of `classical` do, so that these are the cells of `blockwise`."""
     out = tmp_path_factory.mktemp("experiments")
-    arguments = ["experiment", "equal-flops", "--steps", "4", "--seeds", "2", "--problems", "6",
+    arguments = ["experiment", "dynamics", "--steps", "2", "--seeds", "2", "--problems", "6",
                  "--out", str(out / "cells"), "--report", str(out / "report")]
     assert main(arguments) == 0
     return arguments, out
@@ -157,20 +182,35 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_page_csv_and_figure(finished):
     _, out = finished
-    page = (out / "report/equal-flops.md").read_text()
-    assert "| blockwise | 4 |" in page and "verdict" in page and "equal-flops.png" in page
-    assert (out / "report/equal-flops.png").read_bytes()[:4] == b"\x89PNG"
-    lines = list(csv.DictReader((out / "report/equal-flops.csv").open()))
-    assert [line["arm"] for line in lines] == ["base", *["classical"] * 2, *["blockwise"] * 2]
-    for line in lines[1:]:
+    page = (out / "report/dynamics.md").read_text()
+    assert "| blockwise | 2 |" in page and "verdict" in page and "dynamics.png" in page
+    assert (out / "report/dynamics.png").read_bytes()[:4] == b"\x89PNG"
+    lines = list(csv.DictReader((out / "report/dynamics.csv").open()))
+    names = ("classical", "blockwise", "blockwise, equal FLOPs")
+    assert [line["arm"] for line in lines] == [name for name in names for _ in range(2)]
+    for line in lines:
         assert float(line["flops"]) > 0
-        assert 0 < float(line["nelbo@10"]) < 0.8 * float(lines[0]["nelbo@10"])
-        assert len(json.loads(line["evals"])) == 5
-    trained = [json.loads(p.read_text()) for p in sorted((out / "cells").glob("blockwise*.json"))]
-    assert [t["train"]["updates"] for t in trained] == [4, 4]
-    assert trained[0]["measures"]["nelbo@10"] != trained[1]["measures"]["nelbo@10"]
-    stored = json.loads((out / "cells/plan-equal-flops.json").read_text())
+        evals = json.loads(line["evals"])
+        assert len(evals) == int(line["updates"]) + 1
+        assert 0 < evals[-1][1] < 0.8 * evals[0][1] and float(line["nelbo@10"]) > 0
+    classical, own, equal = (float(line["flops"]) for line in lines[::2])
+    assert equal == own < 0.9 * classical
+    trained = [json.loads(p.read_text()) for p in sorted((out / "cells").glob("*-u2-*.json"))]
+    assert [t["train"]["updates"] for t in trained] == [2] * 4
+    assert len({t["measures"]["nelbo@10"]["value"] for t in trained}) == 4
+    stored = json.loads((out / "cells/plan-dynamics.json").read_text())
     assert len(stored["plan"]["claims"]) == 2
+
+
+def test_the_untouched_base_is_a_cell(tmp_path):
+    """Measured once for all seeds; a page has no training figures of it."""
+    arm, seeds = plans.base_arm(MINI), [0, 1]
+    (cell,) = cells_of(arm, arm.config, seeds)
+    cells.run(tmp_path, cell, ("nelbo@10",), measures.TestSet(problems=6))
+    done = measured(arm, arm.config, seeds, tmp_path, None)
+    plan = dataclasses.replace(plans.equal_flops(MINI), arms=[arm])
+    _, texts = report.table(report.Finished(plan, MINI, seeds, measures.TestSet(), [done]))
+    assert texts[:3] == ["base", "-", "-"] and f"{done.values('nelbo@10')[0]:.4f}" in texts
 
 
 def test_finished_cells_are_not_redone_and_a_lost_one_is(finished):
@@ -227,7 +267,7 @@ def test_estimate_agrees_with_counted_flops(finished):
 
 def shortened():
     base = dataclasses.replace(
-        MINI.base, steps=4, save_every=4, eval=dataclasses.replace(MINI.base.eval, every=1)
+        MINI.base, steps=2, save_every=2, eval=dataclasses.replace(MINI.base.eval, every=1)
     )
     return dataclasses.replace(MINI, base=base)
 
@@ -243,7 +283,7 @@ def test_equal_flops_scales_updates(tmp_path):
     """An arm at strictly equal FLOPs gets updates in inverse proportion to what they cost."""
     plan = plans.table(MINI)
     meters = Meters(tmp_path / "meters.json")
-    costs = {"classical": 2.0, "rdm, equal FLOPs": 4.0, "cached, k 1": 1.0}
+    costs = {"classical": 2.0, "rdm, equal FLOPs": 4.0, "cached, k 1": 1.0, "blockwise": 1.6}
     for arm in plan.arms:
         if arm.trained:
             key = meters.key(arm.config)
@@ -253,6 +293,7 @@ def test_equal_flops_scales_updates(tmp_path):
     updates = {arm.name: settle(arm, plan, meters).steps for arm in plan.arms}
     assert updates["rdm, equal FLOPs"] == 100 and updates["rdm"] == 200
     assert updates["cached, k 1"] == 400
+    assert updates["blockwise, equal FLOPs"] == 250 and updates["blockwise"] == 200
 
 
 def test_equal_time_gives_as_many_updates_as_fit(tmp_path):

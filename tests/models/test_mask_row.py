@@ -102,6 +102,8 @@ def test_training_decoding_and_export_have_the_same_row(folder, tiny, tmp_path):
     assert torch.equal(run.backbone.base_model.get_input_embeddings().weight, expected)
     assert run.backbone.family.mask_id == KNOWN and expected[KNOWN].any()
     run_export(ExportOptions(str(tmp_path / "run"), tmp_path / "out"))
+    stored = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(stored, expected)
     again = load_trained(str(tmp_path / "out"), device="cpu").backbone
     ids = torch.tensor([[5, KNOWN, 70, KNOWN]])
     with torch.no_grad():

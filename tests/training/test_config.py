@@ -52,7 +52,7 @@ def test_flags_reach_nested_fields():
 
 def test_differences_lists_paths():
     changed = dataclasses.replace(presets.debug(), optim=c.OptimConfig(lr=2.0), steps=9)
-    assert c.differences(presets.debug(), changed) == ["steps: 100 -> 9", "optim.lr: 0.001 -> 2.0"]
+    assert c.differences(presets.debug(), changed) == ["steps: 300 -> 9", "optim.lr: 0.0003 -> 2.0"]
 
 
 def test_interrupted_before_a_run_can_save(monkeypatch, capsys):
