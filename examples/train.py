@@ -1,18 +1,14 @@
 """Training through bwsft in Python, and an answer of the trained model.
 
 `python examples/train.py`: 30 updates of the LLaDA that ships with bwsft, seconds on a CPU.
-`bwsft train debug --data FILE` does the same; presets.llada_8b_lora() is the 8B model's.
+`bwsft train debug --data FILE` does the same; the 8B model's preset is "llada-8b-lora".
 """
 
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
 
-from bwsft import presets
-from bwsft.config import EvalConfig
-from bwsft.decoding.pipeline import DecoderOptions, make_decoder
-from bwsft.training.setup import train
+import bwsft
 
 with tempfile.TemporaryDirectory() as folder:
     data, run = Path(folder) / "data.jsonl", Path(folder) / "run"
@@ -20,11 +16,9 @@ with tempfile.TemporaryDirectory() as folder:
                for a in range(2, 18) for b in range(2, 12)]  # fmt: skip
     data.write_text("".join(json.dumps(row) + "\n" for row in records))
 
-    config = dataclasses.replace(
-        presets.debug(), data=str(data), out=str(run), steps=30, eval=EvalConfig(every=15)
-    )
-    train(config)  # metrics, checkpoints and a plot of the loss are in `run` now
+    # Metrics, checkpoints and a plot of the loss are in `run` afterwards.
+    bwsft.train("debug", data=data, out=run, steps=30, eval={"every": 15})
 
     question = "9 + 4"
-    (answer,) = make_decoder(str(run), DecoderOptions())([question])
+    (answer,) = bwsft.load(run).decode([question])
     print(f"{question} -> {answer.text!r} ({answer.tokens} tokens)")

@@ -1,45 +1,35 @@
-"""Blockwise SFT under the Hugging Face Trainer, with a LoRA adapter of peft.
+"""Blockwise SFT as a Trainer of transformers: records, an adapter of peft, samples on the way.
 
 `python examples/trainer.py`: the LLaDA that ships with bwsft, seconds on a CPU. For the 8B model
-put its name for TINY and presets.llada_8b_lora() for presets.debug().
+put "GSAI-ML/LLaDA-8B-Instruct" for None, bf16=True, and the default sizes of block and canvas.
 """
 
-import dataclasses
-import json
 import tempfile
-from pathlib import Path
 
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from datasets import Dataset
+from peft import LoraConfig
 
-from bwsft import presets
-from bwsft.checkpoints.resolve import TINY
-from bwsft.models.lora import LLADA_TARGETS
-from bwsft.training.hf_trainer import BlockwiseTrainer, load_examples
+import bwsft
+from bwsft import BlockwiseConfig, BlockwiseTrainer
 
-model = AutoModelForCausalLM.from_pretrained(TINY, dtype="float32")
-model = get_peft_model(model, LoraConfig(r=8, target_modules=LLADA_TARGETS["all"]))
-tokenizer = AutoTokenizer.from_pretrained(TINY)
+sums = [(a, b) for a in range(2, 18) for b in range(2, 12)]
+records = Dataset.from_list(
+    [{"prompt": f"{a} + {b}", "completion": f"The answer is: {a + b}"} for a, b in sums]
+)  # or messages; or query and response: docs/train_your_data.md
 
 with tempfile.TemporaryDirectory() as folder:
-    data = Path(folder) / "data.jsonl"
-    records = [{"query": f"{a} + {b}", "response": f"The answer is: {a + b}"}
-               for a in range(2, 18) for b in range(2, 12)]  # fmt: skip
-    data.write_text("".join(json.dumps(row) + "\n" for row in records))
-    config = dataclasses.replace(
-        presets.debug(), data=str(data), context="cached", draws_per_context=2
-    )
-    train, held_out = load_examples(config, tokenizer, model)
-    arguments = TrainingArguments(
-        folder, max_steps=20, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=5, save_strategy="no", report_to=[],
+    args = BlockwiseConfig(
+        folder, block_size=8, gen_length=40, context="cached", draws_per_context=2, holdout=0.1,
+        sample_prompts=["9 + 4"], max_steps=20, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=5, eval_steps=10,
+        eval_strategy="steps", save_strategy="no", report_to=[],
     )  # fmt: skip
     trainer = BlockwiseTrainer(
-        model, arguments, config=config, train_dataset=train, eval_dataset=held_out,
-        processing_class=tokenizer,
-    )  # fmt: skip
+        model=None, args=args, train_dataset=records, peft_config=LoraConfig(r=8)
+    )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
-    trainer.save_model(f"{folder}/adapter")  # for PeftModel.from_pretrained or bwsft generate
+    trainer.save_model()  # for bwsft.load, bwsft generate, or PeftModel.from_pretrained
+    print(bwsft.generate(folder, "9 + 4"))
 print(f"held-out blockwise NELBO: {before:.4f} before, {after:.4f} after, nats per token")

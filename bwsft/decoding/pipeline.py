@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -21,7 +21,7 @@ from bwsft.decoding.config import DecodeConfig, DecodeSettings
 from bwsft.decoding.generate import decode_stream
 from bwsft.decoding.request import check_request
 from bwsft.decoding.result import Decode, Decoded, Generation
-from bwsft.models.backbone import check_context
+from bwsft.models.backbone import Backbone, check_context
 
 if TYPE_CHECKING:  # it needs transformers, and most rules do without
     from bwsft.models.verifier import Verifier
@@ -53,15 +53,7 @@ class DecoderOptions(DecodeSettings):
 def make_decoder(model: str | None, options: DecoderOptions) -> Decode:
     """What an evaluation decodes with: a function from questions to `Decoded`, in order. The
     model is loaded here; None is the embedded base."""
-    decoder = Decoder.load(model, options)
-
-    def decode(questions: list[str]) -> Sequence[Decoded]:
-        return [
-            Decoded(decoder.text(found.tokens), len(found.tokens), found.ended)
-            for found in decoder.answers(decoder.encode(questions))
-        ]
-
-    return decode
+    return Decoder.load(model, options).decode
 
 
 @dataclass(frozen=True)
@@ -104,6 +96,36 @@ class Decoder:
             if hint:
                 print(hint, file=sys.stderr)
         return decoder
+
+    @classmethod
+    def around(cls, trained: Trained) -> Decoder:
+        """That of a model in memory, greedy and as its contract says."""
+        said = trained.contract
+        config = DecodeConfig(**{name: getattr(said, name) for name in FROM_TRAINING})
+        return cls(trained, Template(trained.tokenizer, said.template, said.template_args), config)
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.trained.backbone
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.trained.tokenizer
+
+    def generate(self, prompts: str | Sequence[Prompt], **changes: Any) -> str | list[str]:
+        """The answer to a text, or the list of answers to several prompts (texts, or the turns of
+        conversations). `changes`: fields of DecodeConfig, such as context or temperature."""
+        decoder = dataclasses.replace(self, config=dataclasses.replace(self.config, **changes))
+        one = isinstance(prompts, str)
+        answers = [found.text for found in decoder.decode([prompts] if one else prompts)]
+        return answers[0] if one else answers
+
+    def decode(self, questions: Sequence[Prompt]) -> list[Decoded]:
+        """The answers to prompts, in order."""
+        return [
+            Decoded(self.text(found.tokens), len(found.tokens), found.ended)
+            for found in self.answers(self.encode(questions))
+        ]
 
     def hint(self) -> str | None:
         """What a user should know of the context mode, in a line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,16 +109,21 @@ def as_backbone(model: Any) -> Backbone:
             f"{type(inner).__name__} is not a LLaDA of bwsft, nor a {kind} with its LM head: load "
             f"{model_class(inner.config).__name__}"
         )
-    for adapter in getattr(model, "peft_config", {}).values():
-        beyond = ("is_prompt_learning", "is_adaption_prompt", "alora_invocation_tokens")
+    check_adapters(getattr(model, "peft_config", {}).values())
+    backbone = wrap(inner, family_of(inner.config))
+    backbone.model = model
+    return backbone
+
+
+def check_adapters(adapters: Iterable[Any]) -> None:
+    """``ValueError`` for an adapter of peft, by its config, that is not in the model's layers."""
+    beyond = ("is_prompt_learning", "is_adaption_prompt", "alora_invocation_tokens")
+    for adapter in adapters:
         if any(getattr(adapter, name, None) for name in beyond):
             raise ValueError(
                 f"peft_type {adapter.peft_type.value}: what it adds is added in PeftModel.forward, "
                 "which packed batches do not pass: take LoRA, without alora_invocation_tokens"
             )
-    backbone = wrap(inner, family_of(inner.config))
-    backbone.model = model
-    return backbone
 
 
 def set_mask(model: PreTrainedModel, tokenizer: Any, mask_token: str, logit_shift: int) -> None:

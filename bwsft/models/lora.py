@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from bwsft.config import LoraConfig
 from bwsft.models.adapter_config import AdapterConfig, read_adapter_config
 from bwsft.models.backbone import Backbone
+from bwsft.models.loading import check_adapters
 from bwsft.models.weight_files import Shapes, opened, read_tensors
 
 if TYPE_CHECKING:
@@ -56,16 +58,46 @@ def add_lora(backbone: Backbone, config: LoraConfig, seed: int) -> None:
     `seed`, B is zero."""
     import peft
 
-    kind = backbone.base_model.config.model_type
     lora = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout,
-        target_modules=_TARGETS.get(kind, _DECODER_TARGETS)[config.targets], bias="none",
+        target_modules=_targets(backbone, config.targets), bias="none",
     )  # fmt: skip
     torch.manual_seed(seed)
     _wrap(backbone, lora)
 
 
-def _wrap(backbone: Backbone, lora: peft.LoraConfig) -> None:
+def add_adapter(backbone: Backbone, peft_config: peft.PeftConfig, seed: int) -> None:
+    """Wrap `backbone.model` with the adapter that a config of peft describes, drawn from `seed`.
+    LoRA that names no target_modules goes on all matrices of every block. ValueError for a target
+    that the model does not have, for the head, for an adapter that is not in the layers, and for a
+    model that has one already."""
+    import peft
+
+    if isinstance(backbone.model, peft.PeftModel):
+        raise ValueError("the model has an adapter already: leave peft_config out, or merge it")
+    check_adapters([peft_config])
+    peft_config = copy.copy(peft_config)
+    if getattr(peft_config, "target_modules", ()) is None:
+        peft_config.target_modules = _targets(backbone, "all")
+    if not isinstance(targets := getattr(peft_config, "target_modules", ()), str):
+        names = [name for name, _ in backbone.model.named_modules()]
+        absent = sorted(t for t in targets if not any(_ends(name, t) for name in names))
+        if absent:  # peft leaves them out in silence as long as another one fits
+            raise ValueError(
+                f"peft_config: no module of this model is called {', '.join(absent)}; without "
+                "target_modules all matrices of every block are adapted"
+            )
+    torch.manual_seed(seed)
+    _wrap(backbone, peft_config)
+    backbone.head()  # ValueError if the adapter is on it
+
+
+def _targets(backbone: Backbone, which: str) -> str:
+    """A regular expression for names of matrices; `which`: a value of LoraConfig.targets."""
+    return _TARGETS.get(backbone.base_model.config.model_type, _DECODER_TARGETS)[which]
+
+
+def _wrap(backbone: Backbone, lora: peft.PeftConfig) -> None:
     import peft
 
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ from bwsft_kernels import LinearArgmax
 from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
 
-from bwsft.models.backbone import Backbone, Family
+from bwsft.models.backbone import Backbone, Family, check_context
 from bwsft.models.kv_cache import Context, Span
 from bwsft.objectives.base import Draw, Objective, Place
 from bwsft.training.block_causal import one_pass
@@ -146,7 +146,8 @@ class Cached(FrozenContext):
 
 @dataclass(frozen=True)
 class BlockCausal(ContextMode):
-    """Every block of every response supervised by one forward and backward."""
+    """Every block of every response supervised by one forward and backward. Batches are on the
+    host, where their rows are laid out."""
 
     prompt_blocks: bool = False  # the prompt is cut on the same grid (a block-causal family)
 
@@ -164,6 +165,16 @@ class BlockCausal(ContextMode):
         """The draw over clean rows and noisy copies, on the device."""
         one = one_pass(clean, draw.noisy.ids, self.grid, self.prompt_blocks)
         return dataclasses.replace(draw, noisy=one, rows=one.copy_of[draw.rows]).to(self.device)
+
+
+def check_trainable(family: Family, context: str) -> None:
+    """ValueError for a context mode in which a model of this family cannot be trained."""
+    check_context(family, context)
+    if context == "block_causal" and family.logit_shift:
+        raise ValueError(
+            "--context block_causal: this model predicts a token from the row before it, which "
+            "another block's noisy copy would fill; use exact or cached"
+        )
 
 
 def make_mode(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 # The Trainer's machinery does what they say, around this loss as around its own.
@@ -75,9 +76,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 STRATEGIES = ("random", "sequential", "group_by_length")
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: Any, own: Collection[str] = ()) -> None:
     """``ValueError`` naming the field of TrainingArguments that BlockwiseTrainer cannot follow; a
-    warning for set fields that it does not know, as those of a subclass."""
+    warning for set fields that it does not know, as those of a subclass other than `own`."""
     for name, (neutral, remedy) in REFUSED.items():
         value = getattr(args, name, neutral[0])
         if value not in neutral:
@@ -93,7 +94,7 @@ def check_arguments(args: Any) -> None:
                 f"accelerator_config: {name} would cut a packed batch between processes: leave it "
                 "out"
             )
-    known = HONOURED | NO_EFFECT.keys() | REFUSED.keys()
+    known = HONOURED | NO_EFFECT.keys() | REFUSED.keys() | set(own)
     others = [field for field in dataclasses.fields(args) if field.name not in known]
     if unknown := [field.name for field in others if _set(args, field)]:
         warnings.warn(

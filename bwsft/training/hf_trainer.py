@@ -1,25 +1,29 @@
-"""Blockwise SFT under the Hugging Face Trainer, for those who already have one.
+"""Blockwise SFT under the Hugging Face Trainer, shaped like TRL's SFTTrainer.
 
-    config = presets.llada_8b_lora()             # block size, canvas, context mode, masks, seed
-    train, held_out = load_examples(config, tokenizer, model)
     trainer = BlockwiseTrainer(
-        model, TrainingArguments("out", max_steps=200, per_device_train_batch_size=4,
-                                 gradient_accumulation_steps=8),
-        config=config, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
+        model="GSAI-ML/LLaDA-8B-Instruct",
+        args=BlockwiseConfig("out", context="cached", draws_per_context=4, max_steps=200, bf16=True,
+                             per_device_train_batch_size=4, gradient_accumulation_steps=8),
+        train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+        peft_config=LoraConfig(r=64),
     )
     trainer.train()
 
-`model` is a LLaDA from `AutoModelForCausalLM` or another model of docs/model_families.md, plain or
-wrapped by peft, or a bwsft Backbone. The loss is that of `bwsft train` on the same examples: masks
-are functions of (config.seed, sample id, visit), and a visit is an epoch of the Trainer. What the
-Trainer has its own settings for (updates, batches, optimizer, schedule, precision, saving) is taken
-from the TrainingArguments alone.
+The loss is that of `bwsft train` on the same examples: masks are functions of (seed, sample id,
+visit), and a visit is an epoch of the Trainer. What the Trainer has its own settings for (updates,
+batches, optimizer, schedule, precision, saving) is taken from its arguments alone.
+
+For a Trainer that is there already, settings may stand beside its TrainingArguments as a bwsft
+Config, and examples may be token ids: `load_examples` makes those of a Config.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,18 +31,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from bwsft import config as c
 from bwsft.checkpoints.generation_config import DecodingContract, write_generation_config
-from bwsft.data.packing import Batch, CanvasLayout, Example, order, pack
-from bwsft.models.backbone import check_context
+from bwsft.data.packing import Batch, CanvasLayout, Example, pack
 from bwsft.models.loading import as_backbone
 from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.classical import Classical
-from bwsft.training.context_modes import make_mode
+from bwsft.training.context_modes import check_trainable, make_mode
 from bwsft.training.hf_arguments import check_arguments
+from bwsft.training.hf_config import OWN, BlockwiseConfig, own_config
+from bwsft.training.hf_order import LengthOrder, VisitOrder
+from bwsft.training.hf_samples import Samples
+from bwsft.training.hf_setup import is_raw, open_model, tokenizer_of
 from bwsft.training.run_data import held_out, layout_of, plan_data
 
 __all__ = ["BlockwiseCollator", "BlockwiseTrainer", "load_examples"]
@@ -50,11 +56,13 @@ FOREIGN = ("model_init", "compute_loss_func", "compute_metrics", "preprocess_log
 
 
 def load_examples(
-    config: c.Config, tokenizer: PreTrainedTokenizerBase, model: nn.Module
-) -> tuple[list[dict], list[dict]]:
+    config: c.Config, tokenizer: PreTrainedTokenizerBase, model: nn.Module, records: Any = None,
+    holdout: float | None = None,
+) -> tuple[list[dict], list[dict]]:  # fmt: skip
     """(training examples, held-out examples) of the run `config`, as `bwsft train` has them:
-    config.data, template, lengths, holdout."""
-    data = plan_data(config, tokenizer, as_backbone(model).family)
+    config.data, template, lengths, holdout. In place of the config's, `records` is a data set, and
+    `holdout` a number of examples, or below 1 a share."""
+    data = plan_data(config, tokenizer, as_backbone(model).family, records, holdout)
     examples = (data.examples.example(int(i)) for i in (*data.train_index, *data.holdout_index))
     rows = [dict(zip(COLUMNS, example, strict=True)) for example in examples]
     return rows[: len(data.train_index)], rows[len(data.train_index) :]
@@ -94,28 +102,42 @@ class BlockwiseCollator:
 class BlockwiseTrainer(Trainer):
     """`transformers.Trainer` with the loss of Blockwise (or classical) SFT.
 
-    config: a bwsft Config; of it count block_size, gen_length, max_length, context (exact or
-    cached), draws_per_context, seed, dataset.canvas and objective. options: the Trainer's own.
-    The training set must have a length; its order, like the masks, follows config.seed.
-    `evaluate` reports the held-out blockwise NELBO (nats per response token, config.eval.draws) as
-    eval_loss. ValueError, which names it, for what this Trainer cannot do: hf_arguments says so of
-    every field of TrainingArguments.
+    model: a folder or Hub id (None: the tiny LLaDA that ships here); or a loaded model of
+    docs/model_families.md, plain or wrapped by peft; or a bwsft Backbone.
+    args: a BlockwiseConfig; or other TrainingArguments and `config`, a bwsft Config.
+    train_dataset, eval_dataset: records (messages, prompt and completion, ...: all that
+    docs/train_your_data.md lists) in a Dataset, list, DataFrame, file or Hub id; or token ids as
+    load_examples makes them. They need a length; the order, like the masks, follows the seed.
+    processing_class: the tokenizer; default the model's own. peft_config: an adapter to train;
+    LoRA without target_modules goes on all matrices of every block. options: the Trainer's own.
+
+    `evaluate` reports the held-out blockwise NELBO (nats per response token) as eval_loss.
+    `samples` holds the answers to args.sample_prompts. ValueError, which names it, for what this
+    Trainer cannot do: hf_arguments says so of every field of TrainingArguments.
     """
 
     def __init__(
-        self, model: nn.Module, args: TrainingArguments | None = None, *, config: c.Config,
+        self, model: nn.Module | str | Path | None = None, args: TrainingArguments | None = None, *,
+        config: c.Config | None = None, train_dataset: Any = None, eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None, peft_config: Any = None,
         **options: Any,
     ):  # fmt: skip
-        self.backbone = as_backbone(model)
-        self.backbone.head()  # ValueError if an adapter wraps it
+        if args is None:
+            args = BlockwiseConfig() if config is None else TrainingArguments()
+        self.config = config = own_config(args, config)
         check(config, options)
-        if args is not None:
-            check_arguments(args)
-        check_context(self.backbone.family, config.context)
-        self.config, family = config, self.backbone.family
+        check_arguments(args, OWN if isinstance(args, BlockwiseConfig) else ())
+        self.backbone, words = open_model(model, args, config, processing_class, peft_config)
+        self.backbone.head()  # ValueError if an adapter wraps it
+        check_trainable(self.backbone.family, config.context)
+        prompts = args.sample_prompts if isinstance(args, BlockwiseConfig) else None
+        if is_raw(train_dataset) or is_raw(eval_dataset) or prompts:
+            words = tokenizer_of(self.backbone, words)
+        sets = self.tokenized(args, words, train_dataset, eval_dataset)
+        family = self.backbone.family
         self.layout = layout_of(config, family)
         options.setdefault("data_collator", BlockwiseCollator(self.layout))
-        super().__init__(self.backbone.model, args, **options)
+        super().__init__(self.backbone.model, args, processing_class=words, **sets, **options)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.n_gpu > 1:
             raise ValueError(
                 "BlockwiseTrainer runs on one device or, started by torchrun, as DDP: for FSDP use "
@@ -126,6 +148,36 @@ class BlockwiseTrainer(Trainer):
         objective = OBJECTIVES[config.objective.name].of(config, family)
         mode = make_mode(config, family, self.backbone, objective, self.args.device)
         self.mode = dataclasses.replace(mode, autocast=self.accelerator.autocast)
+        self.samples = Samples(self, config, self.backbone) if prompts else None
+        if prompts:
+            self.add_callback(self.samples)
+
+    def tokenized(
+        self, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase | None,
+        train_dataset: Any, eval_dataset: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Both data sets as token ids; without an eval_dataset it is what is held out. A report
+        says what was dropped."""
+        own = isinstance(args, BlockwiseConfig)
+        holdout = args.holdout if own else self.config.dataset.holdout
+        if own and holdout and (eval_dataset is not None or not is_raw(train_dataset)):
+            raise ValueError(
+                "holdout is for a train_dataset of records without an eval_dataset: leave it at 0"
+            )
+        whole = dataclasses.replace(self.config.dataset, limit=None)
+        others = dataclasses.replace(self.config, dataset=whole)
+
+        def read(source: Any, config: c.Config = others, held: float = 0) -> tuple[Any, Any]:
+            if isinstance(source, dict) and source is eval_dataset:  # one that the Trainer takes
+                return {name: read(part)[0] for name, part in source.items()}, None
+            if not is_raw(source):
+                return source, None
+            return load_examples(config, tokenizer, self.backbone, source, held)
+
+        with args.main_process_first(local=False), quiet(args.process_index > 0):
+            held = 0 if eval_dataset is not None else holdout
+            train, held_out = read(train_dataset, self.config, held)
+            return {"train_dataset": train, "eval_dataset": held_out or read(eval_dataset)[0]}
 
     @property
     def visit(self) -> int:
@@ -178,7 +230,7 @@ class BlockwiseTrainer(Trainer):
         averages over processes."""
         if return_outputs:
             raise ValueError("BlockwiseTrainer has no outputs to return: it keeps no logits")
-        batch = Batch(**inputs)
+        batch = self.batch_of(inputs)
         batch = dataclasses.replace(batch, visits=batch.visits + self.visit)
         sequences = batch.num_sequences if num_items_in_batch is None else num_items_in_batch
         everywhere = self.args.average_tokens_across_devices
@@ -192,6 +244,13 @@ class BlockwiseTrainer(Trainer):
                 part = part.detach()
             total = total + part
         return total
+
+    def batch_of(self, inputs: Mapping[str, Any]) -> Batch:
+        """The collator's batch where the context mode wants it: the Trainer moves it to the device,
+        and block_causal lays its rows out on the host."""
+        if self.config.context == "block_causal":
+            inputs = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        return Batch(**inputs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As the Trainer's; the folder also says how to decode the model."""
@@ -214,47 +273,30 @@ class BlockwiseTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:  # fmt: skip
         """(held-out blockwise NELBO of the batch, None, None)."""
-        batch = Batch(**self._prepare_inputs(inputs))
+        batch = self.batch_of(self._prepare_inputs(inputs))
         value = held_out(self.config, self.backbone.family).nelbo(self.mode.score, [batch])
         return torch.tensor(value, device=self.args.device), None, None
 
 
-class VisitOrder(Sampler):
-    """The order in which `bwsft train` visits examples in the epoch that `visit` names."""
-
-    def __init__(self, count: int, seed: int, visit: Callable[[], int]):
-        self.count, self.seed, self.visit = count, seed, visit
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(order(self.count, self.visit(), self.seed).tolist())
-
-
-class LengthOrder(VisitOrder):
-    """Examples of like length in the `together` of an update, in an order that the visit names."""
-
-    def __init__(self, lengths: list[int], together: int, seed: int, visit: Callable[[], int]):
-        super().__init__(len(lengths), seed, visit)
-        self.lengths, self.together = lengths, together
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed((self.seed << 20) + self.visit())
-        return iter(get_length_grouped_indices(self.lengths, self.together, generator=generator))
+@contextlib.contextmanager
+def quiet(silent: bool) -> Iterator[None]:
+    """Keep the report of a process other than the first one to itself."""
+    with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+        yield
 
 
 def check(config: c.Config, options: Mapping[str, Any]) -> None:
     """Raise ValueError for a config or an option that BlockwiseTrainer cannot follow."""
     c.validate(config)
+    if None in (config.gen_length, config.max_length):
+        raise ValueError(
+            "BlockwiseTrainer makes its canvas before it sees data: give the config gen_length and "
+            "max_length (bwsft data FILE suggests them)"
+        )
     if config.objective.name not in OBJECTIVES:
         raise ValueError(
             f"BlockwiseTrainer trains {' and '.join(OBJECTIVES)} SFT; use bwsft train for "
             f"objective {config.objective.name}"
-        )
-    if config.context not in ("exact", "cached"):
-        raise ValueError(
-            f"BlockwiseTrainer has context exact and cached; use bwsft train for {config.context}"
         )
     if config.objective.blocks in ("each", "all"):
         raise ValueError(

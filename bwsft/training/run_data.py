@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -133,16 +134,20 @@ def follow_data(config: c.Config, tokenizer: Any, family: Family) -> c.Config:
     return found
 
 
-def hold_out(config: c.Config, count: int) -> int:
-    """How many of `count` examples to hold out. ValueError if nothing would be left."""
+def hold_out(config: c.Config, count: int, holdout: float | None = None) -> int:
+    """How many of `count` examples to hold out: config.dataset.holdout, or in its place `holdout`,
+    a number or below 1 a share. ValueError if nothing would be left."""
     tenth = max(count // 10, 1) if count > 1 else 0
-    asked = min(HOLDOUT, tenth) if config.dataset.holdout is None else config.dataset.holdout
-    if asked >= count:
+    asked = config.dataset.holdout if holdout is None else holdout
+    if asked is None:
+        asked = min(HOLDOUT, tenth)
+    held = math.ceil(asked * count) if asked < 1 else int(asked)
+    if held >= count:
         raise ValueError(
-            f"--dataset.holdout {asked} leaves nothing of {count} examples to train on; give "
+            f"--dataset.holdout {held} leaves nothing of {count} examples to train on; give "
             f"--dataset.holdout {tenth}"
         )
-    return asked
+    return held
 
 
 def source_of(config: c.Config) -> tuple[Any, int]:
@@ -163,16 +168,23 @@ def source_of(config: c.Config) -> tuple[Any, int]:
     return problems + word_problems.generate(tests, seed, "test", largest), tests
 
 
-def plan_data(config: c.Config, tokenizer: Any, family: Family) -> TrainingData:
-    """Tokenize, report what was dropped, check lengths against the model, hold some out."""
-    source, tests = source_of(config)
+def plan_data(
+    config: c.Config, tokenizer: Any, family: Family, records: Any = None,
+    holdout: float | None = None,
+) -> TrainingData:  # fmt: skip
+    """Tokenize, report what was dropped, check lengths against the model, hold some out.
+
+    `records`: in place of config.data, anything that data.sources.open_source takes; `holdout`: a
+    number in place of config.dataset.holdout, or below 1 a share of the examples.
+    """
+    source, tests = source_of(config) if records is None else (records, 0)
     examples = load_set(source, tokenizer, data_options(config, family), config.dataset.cache_dir)
     print(examples.summary())
     if config.dataset.limit is not None:
         examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
         print(f"  using the first {len(examples):,} (--dataset.limit)")
     layout = layout_of(config, family)
-    count = hold_out(config, len(examples))
+    count = hold_out(config, len(examples), holdout)
     if tests:
         is_test = examples.record_numbers >= len(source) - tests
         split = np.flatnonzero(~is_test), np.flatnonzero(is_test)

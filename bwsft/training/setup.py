@@ -29,7 +29,7 @@ from bwsft.objectives.rdm import Rdm
 from bwsft.objectives.soft_masked import SoftMasked
 from bwsft.objectives.two_step import TwoStep
 from bwsft.presets import PRESETS, is_for_a_gpu
-from bwsft.training.context_modes import make_mode
+from bwsft.training.context_modes import check_trainable, make_mode
 from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
 from bwsft.training.metrics import column, plot_run, read_log
@@ -134,11 +134,7 @@ def setup(
     plan = plan_model(config, tokenizer, folder)
     end_ids = merged_end_ids(template.end_ids, plan.family.end_ids)
     family = dataclasses.replace(plan.family, end_ids=end_ids)
-    if config.context == "block_causal" and family.logit_shift:
-        raise ValueError(
-            "--context block_causal: this model predicts a token from the row before it, which "
-            "another block's noisy copy would fill; use exact or cached"
-        )
+    check_trainable(family, config.context)
     with world.main_first():
         config = follow_data(config, tokenizer, family)
         data = plan_data(config, tokenizer, family)

@@ -35,3 +35,8 @@ def finished(content: AnyStr) -> list[AnyStr]:
     out."""
     end = "\n" if isinstance(content, str) else b"\n"
     return [part + end for part in content.split(end)[:-1]]
+
+
+def one_line(text: str) -> str:
+    """Somebody's text as a terminal may print it: one line, nothing that moves the cursor."""
+    return "".join(c if c.isprintable() else " " for c in text)

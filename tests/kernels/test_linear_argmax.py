@@ -216,7 +216,8 @@ BAD_CALLS = {
     "want may hold": dict(want=("confidence", "logits")),
     "round_logits": dict(round_logits="fp16"),
     "softcap": dict(softcap=-2.0),
-    "linear_weight": dict(linear_weight=torch.zeros(0)),
+    "linear_weight must be \\[V": dict(linear_weight=torch.zeros(0)),
+    "pass head.weight": dict(linear_weight=torch.nn.Linear(4, 30)),
     "mix torch.float32, torch.float64": dict(linear_weight=torch.zeros(30, 4)),
     "impl": dict(impl="best"),
 }

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bwsft_kernels import linear_cross_entropy
+from transformers.modeling_outputs import BaseModelOutput
 
 N, D, V = 24, 6, 37
 
@@ -173,6 +174,12 @@ GOOD = dict(zip(("input", "linear_weight", "target"), problem(), strict=True))
 BAD_CALLS = {
     "weight .per class.": dict(weight=torch.ones(V)),
     "options": dict(options=object()),
+    "linear_weight.*not Linear: pass head.weight, and linear_bias=head.bias$":
+        dict(linear_weight=torch.nn.Linear(D, V)),
+    "linear_weight.*not Linear: pass head.weight$":
+        dict(linear_weight=torch.nn.Linear(D, V, bias=False)),
+    "input.*not BaseModelOutput: pass its last_hidden_state": dict(input=BaseModelOutput()),
+    "linear_bias must be a tensor, not list$": dict(linear_bias=[0.0] * V),
     "ZeRO-3": dict(linear_weight=torch.zeros(0)),
     "not empty": dict(linear_weight=torch.zeros(0, D)),
     r"must be \[V, D\]": dict(linear_weight=torch.zeros(3, 4, D)),

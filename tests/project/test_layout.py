@@ -72,6 +72,7 @@ PLANTED = [  # rule, sources that break it, the violation
 HARMLESS = {
     "bwsft/objectives/a.py": "if TYPE_CHECKING:\n    from bwsft.data.packing import Batch",
     "bwsft/cli.py": "from bwsft.commands import b\nimport tyro\nx = y.canvas == 'response'",
+    "bwsft/training/hf_samples.py": "from bwsft.decoding import b",
     "bwsft/config.py": '"--tokeniser"  # old spelling',
     "bwsft/training/b.py": "import bwsft_kernels\ndef f(self, x: int) -> None: 'He believes.'",
 }

@@ -39,6 +39,7 @@ CASES = {
     "exact": {},
     "exact, three draws": {"draws_per_context": 3},
     "cached, two draws, LoRA": {"context": "cached", "draws_per_context": 2, "lora": LORA},
+    "block_causal, LoRA": {"context": "block_causal", "lora": LORA},
     "classical, LoRA": {"objective": c.ObjectiveConfig(name="classical"), "lora": LORA},
     "traversal, 1/rate": {
         "objective": c.ObjectiveConfig(blocks="traversal", weight="rate", empty="skip"),
@@ -211,7 +212,6 @@ def test_a_datasets_dataset_will_do(flat, make_run, tmp_path):
 def config_errors():
     objective = c.ObjectiveConfig
     return {
-        "bwsft train for block_causal": {"context": "block_causal"},
         "objective mdlm": {"objective": objective(name="mdlm")},
         "objective.blocks 'all'": {"objective": objective(blocks="all")},
         "objective.blocks 'each'": {"objective": objective(blocks="each")},
@@ -284,10 +284,10 @@ if trainer.args.process_index == 0:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", [1, 2])
-def test_two_processes_give_the_losses_of_one(flat, model_folder, tmp_path, draws):
-    base = str(model_folder())
-    config = flat(model=base, tokenizer=None, steps=10, context="cached", draws_per_context=draws)
+@pytest.mark.parametrize("mode", [("cached", 2), ("block_causal", 1)])
+def test_two_processes_give_the_losses_of_one(flat, model_folder, tmp_path, mode):
+    base, names = str(model_folder()), ("context", "draws_per_context")
+    config = flat(model=base, tokenizer=None, steps=10, **dict(zip(names, mode, strict=True)))
     (tmp_path / "config.json").write_text(c.to_json(config))
     model = AutoModelForCausalLM.from_pretrained(base)
     trainer, recorder = trainer_of(model, config, load_tokenizer(base), tmp_path / "one")

@@ -41,6 +41,9 @@ class SelectedRows(NamedTuple):
 
 def check_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """ValueError for shapes, dtypes and kinds of tensors that a linear head can't take."""
+    for name, value in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
+        if not isinstance(value, Tensor | None):
+            raise ValueError(f"{name} must be a tensor, not {type(value).__name__}{_advice(value)}")
     check_float(input=input, linear_weight=weight, linear_bias=bias)
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(f"linear_weight must be [V, D] and not empty, not {list(weight.shape)}; "
@@ -50,6 +53,17 @@ def check_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                          "linear_weight")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_bias must be [{len(weight)}], not {list(bias.shape)}")
+
+
+def _advice(value: object) -> str:
+    """What to pass in place of a layer such as nn.Linear, or of what a model returns."""
+    if hasattr(value, "last_hidden_state"):
+        return ": pass its last_hidden_state"
+    if not isinstance(value, torch.nn.Module):
+        return ""
+    bias = getattr(value, "bias", None)
+    also = "" if bias is None else ", and linear_bias=head.bias"
+    return f": pass head.weight{also}"
 
 
 def check_target(target: Tensor, input: Tensor) -> None:

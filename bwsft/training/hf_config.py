@@ -1,0 +1,126 @@
+"""BlockwiseConfig: transformers' TrainingArguments with the settings of Blockwise SFT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import TrainingArguments
+
+from bwsft import config as c
+from bwsft.objectives.config import ObjectiveConfig
+
+
+@dataclass
+class BlockwiseConfig(TrainingArguments):
+    """TrainingArguments with the settings of Blockwise SFT, for BlockwiseTrainer.
+
+    What the Trainer has settings for (updates, batches, optimizer, schedule, precision, saving) is
+    called as there; learning rate and betas are the paper's. `seed` is that of masks and order too.
+
+        args = BlockwiseConfig("out", block_size=32, gen_length=128, context="cached",
+                               draws_per_context=4, max_steps=200, bf16=True)
+    """
+
+    learning_rate: float = 1e-5
+    """Peak learning rate."""
+    adam_beta1: float = 0.95
+    """Decay of the first moment."""
+    adam_beta2: float = 0.99
+    """Decay of the second moment."""
+    logging_steps: float = 10
+    """Updates between two logs."""
+
+    block_size: int = c.Config.block_size
+    """Tokens in a block."""
+    gen_length: int = c.Config.gen_length
+    """Response positions on the decoder's canvas."""
+    max_length: int = c.Config.max_length
+    """Longest prompt + response; longer examples are dropped and counted."""
+    context: Literal["exact", "cached", "block_causal"] = "exact"
+    """How the active block's context is computed, in training and then in decoding."""
+    draws_per_context: int = 1
+    """Masks of the same block drawn per visit, which trains on their mean."""
+    mask_token: str | None = None
+    """[MASK] of a model that is loaded by name and has none: a special token, or a new one."""
+    logit_shift: Literal[0, 1] | None = None
+    """Of such a model: 1 if a row predicts the next token, 0 if its own."""
+
+    template: Literal["chat", "metamath", "none"] = "chat"
+    """Prompt text: the tokenizer's chat template, the paper's instruction, or raw text."""
+    template_args: str | None = None
+    """Arguments of the chat template, such as enable_thinking=false."""
+    columns: str | None = None
+    """What other columns are, as prompt=q,response=a,ignore=url."""
+    turns: Literal["last", "all"] = "last"
+    """Assistant turns of a conversation that are trained on, each as an example of its own."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """A malformed record stops the training, or is skipped, counted and listed."""
+    canvas: Literal["fixed", "response", "padded"] = "fixed"
+    """What comes after the response: end tokens and [MASK]; nothing; or visible padding."""
+    holdout: float = 0
+    """Examples of train_dataset kept out for evaluation; below 1: a share of them."""
+    eval_draws: int = 4
+    """Masked states per held-out example, spread over its blocks; each costs one forward."""
+
+    objective: Literal["blockwise", "classical"] = "blockwise"
+    """Blockwise SFT, or classical SFT: masks over the whole response."""
+    blocks: Literal["uniform", "length", "rising", "falling", "traversal", "sequential"] = "uniform"
+    """Which block of a response a visit makes the active one."""
+    weight: Literal["count", "rate", "flat"] = "count"
+    """Row weight: 1 / masked tokens, 1 / (mask rate x block length), or 1 / block length."""
+    empty: Literal["last", "skip"] = "last"
+    """A draw that masks nothing masks the block's last token, or weighs nothing."""
+    low: float = ObjectiveConfig.low
+    """Lowest mask rate."""
+    high: float = ObjectiveConfig.high
+    """Highest mask rate."""
+
+    sample_prompts: list[str] | None = None
+    """Prompts that are answered during training, greedily and in the context mode of training."""
+    sample_steps: int | None = None
+    """Updates between two rounds of samples; default: at every evaluation and checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sample_steps is not None and (self.sample_steps < 1 or not self.sample_prompts):
+            raise ValueError("sample_steps must be at least 1, and needs sample_prompts")
+        if self.holdout < 0 or (self.holdout > 1 and self.holdout != int(self.holdout)):
+            raise ValueError("holdout must be a number of examples, or a share below 1")
+
+    def run_config(self) -> c.Config:
+        """The same settings as a bwsft Config."""
+        flat = ("seed", "block_size", "gen_length", "max_length", "context", "draws_per_context",
+                "mask_token", "logit_shift")  # fmt: skip
+        data = ("template", "template_args", "columns", "turns", "on_bad", "canvas")
+        objective = ("blocks", "weight", "empty", "low", "high")
+
+        def take(names: tuple[str, ...]) -> dict:
+            return {name: getattr(self, name) for name in names}
+
+        return c.Config(
+            **take(flat),
+            dataset=c.DataConfig(**take(data), holdout=0),
+            objective=ObjectiveConfig(name=self.objective, **take(objective)),
+            lora=c.LoraConfig(rank=0),
+            eval=c.EvalConfig(draws=self.eval_draws),
+        )
+
+
+OWN = frozenset(vars(BlockwiseConfig)["__annotations__"])
+"""Fields that BlockwiseConfig declares."""
+
+
+def own_config(args: TrainingArguments | None, config: c.Config | None) -> c.Config:
+    """The settings of Blockwise SFT, from a BlockwiseConfig or from a Config beside other
+    TrainingArguments. ValueError where there are none, or two."""
+    if isinstance(args, BlockwiseConfig):
+        if config is not None:
+            raise ValueError("args is a BlockwiseConfig: leave config out, it says the same")
+        return args.run_config()
+    if config is None:
+        raise ValueError(
+            "the settings of Blockwise SFT are missing: pass args=BlockwiseConfig(...), or config= "
+            "beside TrainingArguments"
+        )
+    return config
