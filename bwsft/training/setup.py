@@ -35,7 +35,7 @@ from bwsft.training.metrics import column, plot_run, read_log
 from bwsft.training.optim import make_optimizer
 from bwsft.training.run_data import held_out, plan_data
 from bwsft.training.run_files import RunFiles, open_shared
-from bwsft.training.signals import signals
+from bwsft.training.signals import Signals, signals
 from bwsft.training.trackers import Logs, check_installed
 from bwsft.training.trainer import Run, loop
 from bwsft.utils.devices import pick_device
@@ -51,20 +51,25 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-def train(config: c.Config) -> int:
-    """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed."""
+def train(config: c.Config, saves_on_signal: bool = True) -> int:
+    """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed.
+
+    Without `saves_on_signal` SIGINT and SIGTERM take their usual course: Ctrl-C ends the caller too.
+    """
     check_installed(config)
     try:
         with join(config.parallel, config.device) as world, contextlib.ExitStack() as stack:
             if not world.main:
                 silence = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(contextlib.redirect_stdout(silence))
-            return train_in(world, config, stack)
+            return train_in(world, config, stack, saves_on_signal)
     except PeerFailed:
         return 1
 
 
-def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int:
+def train_in(
+    world: World, config: c.Config, stack: contextlib.ExitStack, saves_on_signal: bool
+) -> int:
     """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
     folder, held = c.run_folder(config), []
 
@@ -79,7 +84,8 @@ def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int
     run = setup(config, folder, checkpoint, world)
     world.on_main(lock)
     try:
-        with signals(world.size > 1) as asked:
+        noted = signals(world.size > 1) if saves_on_signal else contextlib.nullcontext(Signals())
+        with noted as asked:
             done = loop(run, Logs(run), asked)
     except (TrainingStopped, RuntimeError) as error:
         message = why(run, error)
