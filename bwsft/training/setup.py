@@ -54,7 +54,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 def train(config: c.Config, saves_on_signal: bool = True) -> int:
     """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed.
 
-    Without `saves_on_signal` SIGINT and SIGTERM take their usual course: Ctrl-C ends the caller too.
+    Without `saves_on_signal` SIGINT and SIGTERM take their usual course: Ctrl-C ends the caller.
     """
     check_installed(config)
     try:
@@ -83,6 +83,7 @@ def train_in(
     _, checkpoint = open_shared(config, world)
     run = setup(config, folder, checkpoint, world)
     world.on_main(lock)
+    world.on_main(run.files.note_data, run)
     try:
         noted = signals(world.size > 1) if saves_on_signal else contextlib.nullcontext(Signals())
         with noted as asked:

@@ -5,6 +5,7 @@ import json
 import struct
 
 import pytest
+from accelerate.utils import LoggerType
 
 from bwsft import config as c
 from bwsft.cli import main
@@ -123,7 +124,7 @@ def test_trackio(tiny, monkeypatch, tmp_path):
     (tmp_path / "trackio.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)
     # accelerate looks once, when it is imported, what is installed
-    monkeypatch.setattr("accelerate.tracking._available_trackers", ["trackio"])
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.TRACKIO])
     monkeypatch.chdir(tmp_path)
     config = tiny(trackers="trackio")
     assert train(config) == 0
