@@ -188,7 +188,7 @@ class Config:
     profile: int = 0
     """Steps to write a torch profiler trace of, after three of warm-up; 0 for none."""
     trackers: str | None = None
-    """Also log to tensorboard, wandb, mlflow (names, comma between them)."""
+    """Also log to tensorboard, wandb, trackio, mlflow (names, comma between them)."""
     dataset: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -204,7 +204,7 @@ ONE += ["objective.soft_masked.buckets", "objective.rdm.levels"]
 LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
     ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip", "profile"], 0
 )
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 def run_folder(config: Config) -> Path:

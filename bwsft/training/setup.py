@@ -36,7 +36,7 @@ from bwsft.training.metrics import column, plot_run, read_log
 from bwsft.training.optim import make_optimizer
 from bwsft.training.run_data import follow_data, held_out, plan_data
 from bwsft.training.run_files import RunFiles, open_shared
-from bwsft.training.signals import signals
+from bwsft.training.signals import Signals, signals
 from bwsft.training.trackers import Logs, check_installed
 from bwsft.training.trainer import Run, loop
 from bwsft.utils.devices import pick_device
@@ -52,8 +52,11 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-def train(config: c.Config) -> int:
-    """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed."""
+def train(config: c.Config, saves_on_signal: bool = True) -> int:
+    """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed.
+
+    Without `saves_on_signal` SIGINT and SIGTERM take their usual course: Ctrl-C ends the caller.
+    """
     check_installed(config)
     if config.resume is None or not (c.run_folder(config) / "config.json").exists():
         check_start(config)
@@ -62,7 +65,7 @@ def train(config: c.Config) -> int:
             if not world.main:
                 silence = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(contextlib.redirect_stdout(silence))
-            return train_in(world, config, stack)
+            return train_in(world, config, stack, saves_on_signal)
     except PeerFailed:
         return 1
 
@@ -84,7 +87,9 @@ def check_start(config: c.Config) -> None:
         raise ValueError(f"{'; '.join(wrong)}; give {' '.join(ways)}")
 
 
-def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int:
+def train_in(
+    world: World, config: c.Config, stack: contextlib.ExitStack, saves_on_signal: bool
+) -> int:
     """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
     folder, held = c.run_folder(config), []
 
@@ -98,8 +103,10 @@ def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int
     _, checkpoint = open_shared(config, world)
     run = setup(config, folder, checkpoint, world)
     world.on_main(lock)
+    world.on_main(run.files.note_data, run)
     try:
-        with signals(world.size > 1) as asked:
+        noted = signals(world.size > 1) if saves_on_signal else contextlib.nullcontext(Signals())
+        with noted as asked:
             done = loop(run, Logs(run), asked)
     except (TrainingStopped, RuntimeError) as error:
         message = why(run, error)
