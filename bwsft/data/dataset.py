@@ -229,16 +229,20 @@ def _remedy(prompts: np.ndarray, totals: np.ndarray, options: DataOptions) -> st
     """The flags that would keep examples, where all of them are too long."""
     if not len(totals):
         return ""
+    layout, most = options.layout, options.max_positions
+    if most and totals.min() > most:
+        return f"; the model has {most} positions: choose a --model with more, or shorten them"
     if totals.min() > options.max_length:
+        if most and totals.max() > most:
+            return f"; --max-length {most} keeps those that the model has positions for"
         half = int(np.quantile(totals, 0.5, method="inverted_cdf"))
         return f"; --max-length {totals.max()} keeps them all, --max-length {half} half of them"
-    layout, most = options.layout, options.max_positions
-    room = (most - int(prompts.min())) // layout.block_size * layout.block_size
     if layout.canvas == "padded":
         return f"; give --max-length {most}"
+    room = (most - int(prompts.min())) // layout.block_size * layout.block_size
     if room > 0:
         return f"; give --gen-length {room} or less"
-    return "; the prompts alone are longer: choose a --model with more positions"
+    return "; no block fits after the prompts: lower --block-size"
 
 
 def _quantiles(values: np.ndarray) -> dict[str, int]:
