@@ -34,6 +34,7 @@ from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
 from bwsft.training.metrics import column, plot_run, read_log
 from bwsft.training.optim import make_optimizer
+from bwsft.training.outcome import outcome
 from bwsft.training.run_data import follow_data, held_out, plan_data
 from bwsft.training.run_files import RunFiles, open_shared
 from bwsft.training.signals import Signals, signals
@@ -115,8 +116,8 @@ def train_in(
         print(f"bwsft train: {message}", file=sys.stderr)
         return 1
     print(f"loss curve: {world.on_main(plot_run, folder)}")
-    stopped = f"stopped after step {done} of {config.steps}; go on with --resume {folder}"
-    print(stopped if done < config.steps else f"run folder: {folder}")
+    for line in world.on_main(outcome, folder, run.config, done) or ():
+        print(line)
     return 0
 
 
