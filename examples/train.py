@@ -11,7 +11,8 @@ from pathlib import Path
 
 from bwsft import presets
 from bwsft.config import EvalConfig
-from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+from bwsft.decoding.pipeline import make_decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.training.setup import train
 
 with tempfile.TemporaryDirectory() as folder:

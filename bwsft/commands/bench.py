@@ -8,25 +8,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from tqdm import tqdm
 
+from bwsft.commands.options import BenchOptions
+
 # Beside the package in a source checkout; an installed wheel has none.
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-Name = Literal["loss", "mask", "step", "generate", "operators"]
-QUICK: tuple[Name, ...] = ("loss", "mask", "step", "generate", "operators")
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """Run the quick benchmarks: LM head and loss, masks, training step, decoding, small
-    operations."""
-
-    only: tuple[Name, ...] = QUICK
-    """Benchmarks to run."""
-    out: Path | None = None
-    """Folder for each benchmark's full result (JSON)."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from bwsft.objectives.mdlm import Mdlm
 from bwsft.objectives.rdm import Rdm
 from bwsft.objectives.soft_masked import SoftMasked
 from bwsft.objectives.two_step import TwoStep
+from bwsft.training import length
 from bwsft.training.context_modes import make_mode
 from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
@@ -88,8 +89,9 @@ def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int
         print(f"bwsft train: {message}", file=sys.stderr)
         return 1
     print(f"loss curve: {world.on_main(plot_run, folder)}")
-    stopped = f"stopped after step {done} of {config.steps}; go on with --resume {folder}"
-    print(stopped if done < config.steps else f"run folder: {folder}")
+    steps = run.config.steps
+    stopped = f"stopped after step {done} of {steps}; go on with --resume {folder}"
+    print(stopped if done < steps else f"run folder: {folder}")
     return 0
 
 
@@ -121,6 +123,10 @@ def setup(
         )
     with world.main_first():
         data = plan_data(config, tokenizer, family)
+    config = length.in_steps(config, data.epoch)
+    first = 0 if checkpoint is None else step_of(checkpoint)
+    if config.resume is not None:
+        length.announce(config, c.stored(folder), first)
     fingerprint = data.examples.fingerprint
     if checkpoint is not None and read_state(checkpoint)["data"] != fingerprint:
         raise ValueError(
@@ -133,7 +139,6 @@ def setup(
     backbone.family = family
     world.wrap(backbone)
     objective = OBJECTIVES[config.objective.name].of(config, family, data.responses())
-    first = 0 if checkpoint is None else step_of(checkpoint)
     log = folder / "metrics.jsonl"
     done = [line for line in read_log(log) if line["step"] <= first]
     history = {name: column(log, done, name) for name in SpikeGuard.NAMES}
@@ -164,8 +169,10 @@ def build_backbone(
         backbone = plan.build(device)
     own_memory(backbone)
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "config.json").exists():
-        write_atomic(folder / "config.json", c.to_json(config))
+    stored = c.stored(folder)
+    if stored is None or (config.resume is not None and stored.steps != config.steps):
+        kept = dataclasses.replace(stored or config, steps=config.steps)
+        write_atomic(folder / "config.json", c.to_json(kept))
     if adapted:
         if plan.is_random and not Path(plan.base).is_dir():
             with folder_atomic(Path(plan.base)) as part:

@@ -12,8 +12,9 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands import export_files as x
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
 from bwsft.commands.model_card import model_card
+from bwsft.commands.options import ExportOptions
 from bwsft.data.tokenizer import add_mask_token, load_tokenizer
 from bwsft.models.loading import load_backbone
 

@@ -14,16 +14,13 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from bwsft import config as c
 from bwsft.checkpoints.folders import newest_complete, versions
 from bwsft.checkpoints.state import read_state
-from bwsft.commands.report.samples import SampleOptions, decode_samples
+from bwsft.commands.options import ReportOptions
+from bwsft.commands.report.samples import decode_samples
 from bwsft.presets import PRESETS
 from bwsft.training.metrics import read_log, running_mean
 from bwsft.utils.config_check import flat
@@ -33,16 +30,6 @@ from bwsft.utils.strict_json import read_text
 PAGE = Path(__file__).parent
 SCRIPTS = ("charts.js", "samples.js", "page.js")
 MOST_POINTS = 1500  # of a curve: more than a screen has pixels, and 150 kB of JSON
-
-
-@dataclass(frozen=True)
-class ReportOptions(SampleOptions):
-    """Write a run as one self-contained HTML page."""
-
-    run: Annotated[Path, tyro.conf.Positional]
-    """Run folder, finished or in progress."""
-    out: Path | None = None
-    """The page; default RUN/report.html. An older one is replaced."""
 
 
 def run_report(options: ReportOptions) -> int:

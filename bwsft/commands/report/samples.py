@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from bwsft.checkpoints.resolve import (
     plan_model,
     plan_tokenizer,
 )
+from bwsft.commands.options import SampleOptions
 from bwsft.data.chat_template import METAMATH, Template
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig
@@ -30,18 +30,6 @@ from bwsft.decoding.result import Generation
 from bwsft.models.backbone import Family
 from bwsft.training.run_data import plan_data
 from bwsft.utils.devices import pick_device
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """Which answers a report shows."""
-
-    samples: int = 4
-    """Held-out prompts that the base and the newest checkpoint answer; 0: none."""
-    steps: int | None = None
-    """Denoising steps of an answer; default: one per token."""
-    device: str = "auto"
-    """auto: a CUDA device if there is one, else the CPU."""
 
 
 def decode_samples(
