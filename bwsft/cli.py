@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from bwsft.utils.spelling import meant
@@ -89,9 +90,7 @@ def _train(argv: list[str]) -> int:
     from bwsft.commands.train import parse_train
 
     config = parse_train(argv)
-    from bwsft.training.setup import train
-
-    return train(config)
+    return _ready(lambda: _named("bwsft.training.setup:train"))(config)
 
 
 def _run(name: str, argv: list[str]) -> int:
@@ -99,7 +98,18 @@ def _run(name: str, argv: list[str]) -> int:
 
     options, run = COMMANDS[name]
     asked = tyro.cli(_named(options), args=argv, prog=f"bwsft {name}")
-    return _named(run)(asked)
+    return _ready(lambda: _named(run))(asked)
+
+
+def _ready(load: Callable[[], Callable[..., int]]) -> Callable[..., int]:
+    """A command's function; if loading it is what imports torch, that takes idle cores only."""
+    ours = "torch" not in sys.modules
+    run = load()
+    if ours and "torch" in sys.modules:
+        from bwsft.utils.threads import leave_busy_cores
+
+        leave_busy_cores()
+    return run
 
 
 def _named(place: str) -> Any:

@@ -158,6 +158,14 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
+class DoctorOptions:
+    """Print versions, device, kernels in use and caches, and test the fused loss on the device."""
+
+    device: str = "auto"
+    """auto: a CUDA device if there is one, else the CPU."""
+
+
+@dataclass(frozen=True)
 class DemoOptions:
     """Five minutes on two CPU cores."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -72,6 +73,12 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
         print(f"resuming from {checkpoint}")
         if (writer := state.get("versions", {}).get("torch")) != folders.versions()["torch"]:
             print(f"  torch is no longer {writer}: losses may differ in their last bits")
+        before, now = state.get("threads"), torch.get_num_threads()
+        if state.get("device") == "cpu" and before not in (None, now):
+            print(
+                f"  threads {before} -> {now}: losses may differ in their last bits "
+                f"(OMP_NUM_THREADS={before} keeps them)"
+            )
     return folder, checkpoint
 
 
@@ -120,6 +127,7 @@ class RunFiles:
                 if (value := getattr(run.config, name)) and Path(value).exists()
             ],
             "device": device_name(run.device),
+            "threads": torch.get_num_threads(),
         }
         model = run.backbone, self.tokenizer, run.optimizer
         path = save_checkpoint(self.folder, done, *model, state, whole)

@@ -47,6 +47,6 @@ def snapshot(name: str, patterns: Collection[str]) -> Path:
     except (OSError, ValueError) as error:
         cause, reason = error, why or f"{type(error).__name__}, {str(error).partition(chr(10))[0]}"
     raise FileNotFoundError(
-        f"{name} is neither a folder here nor a repository that could be downloaded: {reason:.300}; "
-        "a local folder can be given instead"
+        f"{name} is neither a folder here nor a repository that could be downloaded: "
+        f"{reason:.300}; a local folder can be given instead"
     ) from cause

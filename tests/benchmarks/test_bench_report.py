@@ -103,9 +103,22 @@ def test_bench_prints_one_table(monkeypatch, tmp_path, capsys):
     assert bench_command.run_bench(BenchOptions(only=("loss", "mask"))) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "cpu, commit abc"
-    assert lines[3].split() == ["loss", "own", "500", "4", "1", "25", "%"]
+    assert lines[3].split() == ["loss", "own", "500", "4x", "faster", "1", "25", "%"]
     assert "mask" in lines[4] and "the check failed: labels" in lines[4]
     assert bench_command.run_bench(BenchOptions(only=("loss",))) == 0
+
+
+def test_bench_says_what_is_slower_and_counts_supervised_tokens():
+    naive = {"median_s": 2.0, "supervised_tokens_per_s": 100.0}
+    other = {"median_s": 2.5, "supervised_tokens_per_s": 400.0}  # a longer step of more tokens
+    assert bench_command.against(other, naive) == "4x faster"
+    del other["supervised_tokens_per_s"]
+    assert bench_command.against(other, naive) == "1.25x slower"
+    assert bench_command.against({"median_s": 2.001}, naive) == "as fast"
+    assert bench_command.against({"flops": 1}, naive) == ""
+    summary = {"device": "cpu", "commit": "c", "variants": {"naive": naive}}
+    row = bench_command.table([bench_command.Outcome("step", 1.0, summary)]).split("\n")[2]
+    assert row.split() == ["step", "naive", "2,000", "100"]
 
 
 def test_bench_without_a_checkout(monkeypatch, tmp_path, capsys):
