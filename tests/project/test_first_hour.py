@@ -54,7 +54,7 @@ def accuracy(hour, command, name):
 
 
 def test_demo(hour):
-    output = hour("bwsft demo --seconds 2 --problems 10")
+    output = hour("bwsft demo --steps 4 --problems 4")
     assert "after Blockwise SFT" in output and "run folder:" in output
 
 
