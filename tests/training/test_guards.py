@@ -74,7 +74,7 @@ def test_the_debug_preset_raises_no_alarm(seed, tmp_path, monkeypatch, capsys):
         log = read_log(c.run_folder(config) / "metrics.jsonl")
         history = {name: [line[name] for line in log] for name in w.SpikeGuard.NAMES}
         found = w.SpikeGuard(config.watch, history, 448, config.batch_size)
-        assert found.judge(loss=math.log(448)).startswith("loss 6.1 is")
+        assert found.judge(loss=math.log(448)).startswith("loss 6.105 is")
 
 
 def spoil(monkeypatch, number, factor, sample=None):
@@ -112,6 +112,8 @@ def test_what_a_spike_does(tiny, monkeypatch, capsys, action):
     if action == "stop":
         assert status == 1 and len(lines) == 6 and "times the 90th percentile of the last 6" in err
         return
+    assert main(["replay", str(repro)]) == 0  # with the weights that met the batch, not later ones
+    assert f"weights of {repro}\nsamples" in capsys.readouterr().out
     skipped = [action == "skip" and i == 6 for i in range(10)]
     assert status == 0 and "step 7: grad norm" in out
     assert [bool(line.get("skipped")) for line in lines] == skipped
