@@ -340,7 +340,8 @@ def test_a_digest_knows_a_verifier_by_its_place(tmp_path, monkeypatch):
         (tmp_path / folder / "lm").mkdir(parents=True, exist_ok=True)
         monkeypatch.chdir(tmp_path / folder)
         verifier = new_verifier(causal_lm(), name)
-        made = decoder.Decoder(trained, SimpleNamespace(name="none"), DecodeConfig(), verifier)
+        template = SimpleNamespace(name="none", args=None)
+        made = decoder.Decoder(trained, template, DecodeConfig(), verifier)
         digests.append(made.digest())
     assert digests[0] == digests[1] and len(set(digests)) == 3
 

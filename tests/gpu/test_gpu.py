@@ -260,3 +260,11 @@ def test_search_for_tiles_prints_and_keeps_the_result(monkeypatch, capsys):
     again = linear_argmax(x, head, impl="triton")
     assert not capsys.readouterr().out
     assert torch.equal(first.token, again.token)
+
+
+def test_doctor_finds_the_kernels_in_use_and_right(capsys):
+    from bwsft.cli import main
+
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Triton: cuda and triton are there") == 6 and out.count(": right") == 2

@@ -121,8 +121,10 @@ def test_epochs_become_steps(tiny, capsys):
     config = dataclasses.replace(config, batch_size=2, micro_batch_size=2)
     assert train(config) == 0
     assert "8 steps = 1.60 epochs of 10 examples" in capsys.readouterr().out  # 7.5 are no steps
-    stored = c.stored(c.run_folder(config))
-    assert (stored.steps, stored.epochs) == (8, None)
+    folder = c.run_folder(config)
+    assert (c.stored(folder).steps, c.stored(folder).epochs) == (8, None)
+    assert main(["train", "--resume", str(folder), "--epochs", "2"]) == 0
+    assert c.stored(folder).steps == len(history(folder)[0]) == 10
 
 
 def test_a_model_folder_is_no_different(tiny, model_folder, tmp_path):
