@@ -88,7 +88,7 @@ def settings(finished: Finished) -> str:
         f"Evaluated on {tests.problems} problems with {tests.draws} masked states each; decoding "
         "is greedy, one token a step. Mean ± standard error over seeds; the seeds share the "
         "starting model and the test set, so the intervals say nothing about other problems. FLOPs "
-        "are counted. The same seed gives slightly other figures on another CPU."
+        "are counted. The same seed gives other figures on another CPU."
     )
 
 

@@ -43,8 +43,8 @@ def mini() -> Scale:
     operands than the base has seen, so that there is something to learn."""
     base = dataclasses.replace(
         presets.debug(),
-        data="wordproblems-20-seed2", steps=200, context="exact", block_size=10, batch_size=16,
-        micro_batch_size=16, save_every=200, keep_last=1,
+        data="wordproblems-20-seed2", steps=200, block_size=10, batch_size=16, micro_batch_size=16,
+        save_every=200, keep_last=1,
         dataset=c.DataConfig(template="chat", holdout=64),
         # Of 1e-3, 3e-3 and 1e-2 the best for every arm (experiment `pilot`).
         optim=c.OptimConfig(lr=3e-3),
