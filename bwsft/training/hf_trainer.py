@@ -255,6 +255,8 @@ class BlockwiseTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As the Trainer's; the folder also says how to decode the model."""
         super()._save(output_dir, state_dict)
+        if not self.args.should_save:  # newer releases call this in every process
+            return
         family = self.backbone.family
         try:
             contract = DecodingContract.of(self.config, family, self.processing_class)

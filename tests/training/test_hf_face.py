@@ -145,8 +145,11 @@ def test_records_of_every_shape_are_the_same_examples(start, records, data_file,
         found = trainer.eval_dataset
         assert ids(found if isinstance(found, list) else found["train"]) == expected[:6]
     assert ids(start({"train_dataset": str(data_file)}).train_dataset) == expected
-    made = start({"train_dataset": start().train_dataset, "eval_dataset": records[:2]})
-    assert ids(made.train_dataset) == expected and len(made.eval_dataset) == 2
+    names = ("prompt", "response", "sample_id")
+    made = Dataset.from_list([dict(zip(names, row, strict=True)) for row in expected])
+    trainer = start({"train_dataset": made, "eval_dataset": records[:2]})
+    assert trainer.train_dataset is made and len(trainer.eval_dataset) == 2
+    assert losses(trainer) == losses(start())  # no column got lost
     with pytest.raises(ValueError, match="record 1 .*response is missing"):
         start({"train_dataset": [{"prompt": "1+1"}]})
 
@@ -273,6 +276,13 @@ def test_samples(start, records, tmp_path, capsys):
     assert [a[0::2] for a in told.texts] == [(f"samples/{i}", s) for s in (2, 4) for i in (0, 1)]
     rows = [[prompt, a.text] for prompt, a in zip(prompts, first, strict=True)]
     assert told.tables[0] == {"samples": (["prompt", "answer"], rows)}
+
+
+def test_one_process_saves(start, monkeypatch, tmp_path):
+    trainer = start()
+    monkeypatch.setattr(TrainingArguments, "should_save", False)
+    trainer._save(str(tmp_path / "saved"))  # as transformers does in every process
+    assert not (tmp_path / "saved").exists()
 
 
 def test_samples_by_steps_outlive_a_broken_model(start, capsys):
