@@ -21,7 +21,8 @@ what a model of None means; put a folder or Hub id such as "GSAI-ML/LLaDA-8B-Ins
 3. train: a run of `bwsft train`, from a preset or a Config. Returns its folder.
 
     import bwsft
-    run = bwsft.train("debug", steps=4, out="run", dataset={"holdout": 8})
+    run = bwsft.train("debug", data="wordproblems-9-seed1", steps=4, out="run",
+                      dataset={"limit": 200, "holdout": 8})
 
 4. load: a run, checkpoint, model folder or Hub id, ready to decode.
 
