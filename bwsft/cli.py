@@ -11,6 +11,7 @@ USAGE = """usage: bwsft COMMAND [OPTIONS]
 commands
   train PRESET   fine-tune; presets: {presets};
                  --config FILE: settings from a YAML or JSON file
+  data SOURCE    look at a data set before training: columns, lengths, what is left out
   generate       decode prompts with a run, checkpoint or model folder
   chat           talk to a model and watch its tokens being unmasked
   evaluate       Pass@1 on GSM8K- or MATH-shaped files
@@ -28,6 +29,7 @@ commands
 
 # command -> (module, its options, the function that takes them and returns the exit status)
 COMMANDS = {
+    "data": ("bwsft.commands.data", "DataCommand", "run_data"),
     "generate": ("bwsft.commands.generate", "GenerateOptions", "run_generate"),
     "chat": ("bwsft.commands.chat", "ChatOptions", "run_chat"),
     "evaluate": ("bwsft.commands.evaluate", "EvaluateCommand", "run_evaluate"),

@@ -43,8 +43,8 @@ class DataConfig:
     """Arguments of the chat template, such as enable_thinking=false,date_string=1 May 2025."""
     limit: int | None = None
     """Use at most this many kept examples, in source order."""
-    holdout: int = 64
-    """Examples kept out of training for the held-out blockwise NELBO."""
+    holdout: int | None = 64
+    """Examples kept out of training for the held-out blockwise NELBO; none: a tenth, at most 64."""
     cache_dir: str | None = None
     """Folder of tokenized sets; default $BWSFT_CACHE or ~/.cache/bwsft."""
 
@@ -104,13 +104,14 @@ class WatchConfig:
     """The spike guard. A loss or gradient that is not finite always stops the run."""
 
     spike_factor: float = 10.0
-    """A loss this many times its running median is a spike; 0 looks at no loss."""
+    """A loss above this many times its running 90th percentile, by more than one guessed sequence
+    adds, is a spike; 0 looks at no loss."""
     spike_norm_factor: float = 50.0
     """The same for the gradient norm, whose tail is heavier (and which is clipped anyway)."""
     spike_action: Literal["warn", "skip", "stop"] = "warn"
     """Report a spike and go on; leave its update out; or end the run before it."""
     spike_window: int = 64
-    """Updates in the running median; the guard waits for a quarter of them."""
+    """Updates that the guard compares with; it waits for a quarter of them."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,11 @@ class Config:
     """Seed of every random choice: order, blocks, rates, marks, dropout, initial weights."""
     block_size: int = 32
     """Tokens in a block, B."""
-    gen_length: int = 128
-    """Response positions on the decoder's canvas."""
-    max_length: int = 256
-    """Longest prompt + response; longer examples are dropped and counted."""
+    gen_length: int | None = 128
+    """Response positions on the decoder's canvas; none: what holds 99 % of the responses."""
+    max_length: int | None = 256
+    """Longest prompt + response; longer examples are dropped and counted. None: the longest of the
+    data, up to the model's positions."""
     context: Literal["exact", "cached", "block_causal"] = "exact"
     """How the active block's context is computed, in training and then in decoding."""
     draws_per_context: int = 1
@@ -186,7 +188,7 @@ class Config:
     profile: int = 0
     """Steps to write a torch profiler trace of, after three of warm-up; 0 for none."""
     trackers: str | None = None
-    """Also log to tensorboard, wandb, mlflow (names, comma between them)."""
+    """Also log to tensorboard, wandb, trackio, mlflow (names, comma between them)."""
     dataset: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -202,7 +204,7 @@ ONE += ["objective.soft_masked.buckets", "objective.rdm.levels"]
 LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
     ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip", "profile"], 0
 )
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 def run_folder(config: Config) -> Path:
@@ -216,7 +218,7 @@ def validate(config: Config) -> None:
     for path, least in LEAST.items():
         if values[path] is not None and values[path] < least:
             raise ValueError(f"--{path.replace('_', '-')} must be at least {least}")
-    if config.gen_length % config.block_size:
+    if config.gen_length is not None and config.gen_length % config.block_size:
         fit = math.ceil(config.gen_length / config.block_size) * config.block_size
         raise ValueError(
             f"--block-size {config.block_size} must divide --gen-length {config.gen_length}; "

@@ -139,7 +139,7 @@ def random_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
         **dataclasses.asdict(config.init),
         # Rows in multiples of 64 keep the head's matmul on fast paths.
         vocab_size=-(-max(len(tokenizer), mask_id + 1) // 64) * 64,
-        max_sequence_length=max(1024, config.max_length + config.gen_length),
+        max_sequence_length=max(1024, (config.max_length or 0) + (config.gen_length or 0)),
         mask_token_id=mask_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,

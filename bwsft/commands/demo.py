@@ -71,7 +71,7 @@ def run_demo(options: DemoOptions) -> int:
     console.rule("1/4 the embedded base on held-out problems")
     before, _ = solve(load_trained(None), problems, config, "base")
     console.rule("2/4 Blockwise SFT")
-    if status := train(config):
+    if status := train(config, saves_on_signal=False):
         return status
     console.rule("3/4 after training, same problems")
     trained = load_trained(config.out)

@@ -64,7 +64,9 @@ def run_replay(options: ReplayOptions) -> int:
     run = setup(config, folder.parent.parent, None)
     if weights is not None:
         put_weights(run, weights)
-    print(f"step {facts.step + 1}: {facts.what}\nweights of {weights or 'the start of the run'}")
+    note = "" if kept else ", since those of the update were not kept"
+    print(f"step {facts.step + 1}: {facts.what}")
+    print(f"weights of {weights or 'the start of the run'}{note}")
     size = config.micro_batch_size
     for start in range(0, batch.num_sequences, size):
         part = batch.select(range(start, min(start + size, batch.num_sequences)))

@@ -12,7 +12,8 @@ from typing import Any
 import tyro
 
 from bwsft import config as c
-from bwsft.presets import PRESETS
+from bwsft.data import word_problems
+from bwsft.presets import PRESETS, for_own_data
 from bwsft.utils import config_file
 from bwsft.utils.strict_json import read_text
 
@@ -47,6 +48,9 @@ def parse_train(argv: list[str]) -> c.Config:
         argv = [named_preset(line, settings, path), *argv[len(line) :]]
     defaults = {name: make() for name, make in PRESETS.items()}
     stored = stored_config(take(argv, "--resume")[1] or settings.get("resume"))
+    data = take(argv, "--data")[1] or settings.get("data")
+    if stored is None and data and word_problems.named(data) is None:
+        defaults = {name: for_own_data(config) for name, config in defaults.items()}
     if stored is not None and stored.preset in defaults:
         defaults[stored.preset] = dataclasses.replace(stored, out=None)
     if path is not None:

@@ -58,7 +58,10 @@ class Template:
         if name not in NAMES:
             raise ValueError(f"unknown template {name!r}; known are {', '.join(NAMES)}")
         if name == "chat" and not tokenizer.chat_template:
-            raise ValueError("this tokenizer has no chat template; use 'metamath' or 'none'")
+            raise ValueError(
+                "this tokenizer has no chat template; use 'metamath' or 'none' (--dataset.template "
+                "none)"
+            )
         if tokenizer.eos_token_id is None:
             raise ValueError("this tokenizer has no EOS token; set its eos_token")
         self.tokenizer, self.name, self.args = tokenizer, name, parse_args(args)
@@ -124,7 +127,9 @@ class Template:
         asked = messages[: len(messages) - answered]
         roles = tuple(turn["role"] for turn in asked)
         if self.name != "chat" and roles not in (("user",), ("system", "user")):
-            raise ValueError(f"template {self.name!r} takes one user turn; use 'chat'")
+            raise ValueError(
+                f"template {self.name!r} takes one user turn; use 'chat' (--dataset.template chat)"
+            )
         if not self._chat and len(roles) > 1:
             raise ValueError("a system message needs a chat template")
         if self.name == "metamath":

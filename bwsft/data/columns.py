@@ -91,6 +91,10 @@ class Fields:
         self.read.add(name)
         return self.values[name]
 
+    def used(self) -> tuple[str, ...]:
+        names = (name for name in self.values if name in self.read - self.columns.ignored)
+        return tuple(shown(str(name)) for name in names)
+
     def unread(self) -> tuple[str, ...]:
         empty = ("", [], {})
         found = (k for k, v in self.values.items() if k not in self.read and v not in empty)

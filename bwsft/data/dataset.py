@@ -70,20 +70,20 @@ class TokenizedSet:
         arrays = ("starts", "prompt_lengths", "response_lengths", "sample_ids")
         return replace(self, **{name: getattr(self, name)[indices] for name in arrays})
 
-    def longest_row(self, layout: CanvasLayout) -> int:
-        """Tokens of the longest canvas, to compare with the model's maximum."""
-        pairs = set(zip(self.prompt_lengths.tolist(), self.response_lengths.tolist(), strict=True))
-        return max(layout.lengths(*pair)[1] for pair in pairs)
-
     def summary(self) -> str:
         """The report as a few lines of text."""
         r = self.report
         head = f"kept {r['kept']:,} of {r['examples']:,} {r['unit']}"
         head += f" ({r['kept'] / r['examples']:.2%})"
-        dropped = [f"  dropped {count:,}: {reason}" for reason, count in r["dropped"].items()]
+        dropped = [
+            f"  dropped {count:,}: {reason}" + (f" (first: {r['first'][reason]})"
+                                                if reason in r["first"] else "")
+            for reason, count in r["dropped"].items()
+        ]  # fmt: skip
         skipped = [f"    {entry['where']} {entry['reason']}" for entry in r["skipped"]]
         lengths = [
-            f"  {part} tokens: median {q['50%']}, 90% up to {q['90%']}, longest {q['max']}"
+            f"  {part} tokens: median {q['50%']}, 90% up to {q['90%']}, 99% up to {q['99%']}, "
+            f"longest {q['max']}"
             for part, q in r["lengths"].items()
         ]
         unread = ", ".join(f"{name} ({count:,})" for name, count in r["unread"].items())
@@ -173,15 +173,26 @@ def _filter(
     name: str,
 ) -> TokenizedSet:  # fmt: skip
     totals = arrays["prompt_lengths"] + arrays["response_lengths"]  # [all well-formed records]
-    keep = np.flatnonzero(totals <= options.max_length)
-    dropped = dict(facts["dropped"])
-    if len(keep) < len(totals):
-        dropped[f"longer than max_length {options.max_length}"] = len(totals) - len(keep)
+    dropped, first = dict(facts["dropped"]), dict(facts["first"])
+    numbers = arrays["sample_ids"] & ((1 << TURN_BIT) - 1)
+
+    def drop(which: np.ndarray, reason: str) -> None:
+        if len(which):
+            dropped[reason], first[reason] = len(which), f"record {numbers[which[0]] + 1}"
+
+    fits = totals <= options.max_length
+    keep = np.flatnonzero(fits)
+    drop(np.flatnonzero(~fits), f"longer than max_length {options.max_length}")
+    prompts, responses = (arrays[f"{part}_lengths"][keep] for part in ("prompt", "response"))
+    if options.layout and options.max_positions:
+        fits = canvas_lengths(prompts, responses, options.layout) <= options.max_positions
+        drop(keep[~fits], f"canvas longer than the model's {options.max_positions} positions")
+        keep, prompts, responses = keep[fits], prompts[fits], responses[fits]
     if not len(keep):
         why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         why += "".join(f"; {s['where']} {s['reason']}" for s in facts["skipped"][:1])
+        why += _remedy(arrays["prompt_lengths"], totals, options)
         raise ValueError(f"{name}: none of the {facts['records']} records is left: {why}")
-    prompts, responses = (arrays[f"{part}_lengths"][keep] for part in ("prompt", "response"))
     lengths = {"prompt": prompts, "response": responses, "both": totals[keep]}
     report = {
         "records": facts["records"],
@@ -189,6 +200,8 @@ def _filter(
         "unit": "records" if options.turns == "last" else f"turns of {facts['records']:,} records",
         "kept": len(keep),
         "dropped": dropped,
+        "first": first,
+        "read": facts["read"],
         "unread": facts["unread"],
         "skipped": facts["skipped"],
         "gen_length": options.gen_length,
@@ -201,6 +214,35 @@ def _filter(
         response_lengths=responses, sample_ids=arrays["sample_ids"][keep], end_ids=end_ids,
         fingerprint=hashlib.sha256(limits.encode()).hexdigest(), report=report,
     )  # fmt: skip
+
+
+def canvas_lengths(
+    prompts: np.ndarray, responses: np.ndarray, layout: CanvasLayout
+) -> np.ndarray:  # [n] of [n]
+    """Positions that the canvas of each example takes."""
+    pairs, which = np.unique(np.stack([prompts, responses]), axis=1, return_inverse=True)
+    rows = [layout.lengths(prompt, response)[1] for prompt, response in pairs.T.tolist()]
+    return np.array(rows, dtype=np.int64)[which.reshape(-1)]
+
+
+def _remedy(prompts: np.ndarray, totals: np.ndarray, options: DataOptions) -> str:
+    """The flags that would keep examples, where all of them are too long."""
+    if not len(totals):
+        return ""
+    layout, most = options.layout, options.max_positions
+    if most and totals.min() > most:
+        return f"; the model has {most} positions: choose a --model with more, or shorten them"
+    if totals.min() > options.max_length:
+        if most and totals.max() > most:
+            return f"; --max-length {most} keeps those that the model has positions for"
+        half = int(np.quantile(totals, 0.5, method="inverted_cdf"))
+        return f"; --max-length {totals.max()} keeps them all, --max-length {half} half of them"
+    if layout.canvas == "padded":
+        return f"; give --max-length {most}"
+    room = (most - int(prompts.min())) // layout.block_size * layout.block_size
+    if room > 0:
+        return f"; give --gen-length {room} or less"
+    return "; no block fits after the prompts: lower --block-size"
 
 
 def _quantiles(values: np.ndarray) -> dict[str, int]:

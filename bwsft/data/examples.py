@@ -8,6 +8,7 @@ from typing import Any
 from bwsft.data import records
 from bwsft.data.chat_template import Prepared, Template
 from bwsft.data.columns import Columns, shown
+from bwsft.data.packing import CanvasLayout
 from bwsft.data.records import Record
 
 TURN_BIT = 40  # a sample id is the record's number + (answers after this one << TURN_BIT)
@@ -21,7 +22,8 @@ class DataOptions:
     """How records become examples.
 
     `max_length` bounds prompt + response with its end token; longer examples are dropped.
-    `gen_length` only serves the report. `on_bad` is "stop" or "skip". Records whose `type`
+    So are those whose canvas, as `layout` has it, is longer than `max_positions`. `gen_length`
+    only serves the report. `on_bad` is "stop" or "skip". Records whose `type`
     contains `exclude_type` are dropped. `subset` and `split` choose a part of the source, `columns`
     (as Columns.parse takes it) says what its columns are, `turns` which answers of a
     conversation are examples; `template_args` goes to the chat template. With `mask_id` or
@@ -40,6 +42,8 @@ class DataOptions:
     split: str | None = None
     mask_id: int | None = None
     vocab_size: int | None = None
+    layout: CanvasLayout | None = None
+    max_positions: int | None = None
 
     def __post_init__(self) -> None:
         if self.on_bad not in ("stop", "skip"):
@@ -55,14 +59,16 @@ class ExampleReader:
         self.template, self.options = template, options
         self.columns = Columns.parse(options.columns)
         self.dropped: Counter[str] = Counter()
+        self.first: dict[str, str] = {}  # reason -> the first place that was dropped for it
+        self.read: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
         self.skipped: list[dict[str, str]] = []
         self.examples_read = 0
 
     def facts(self) -> dict[str, Any]:
         return {
-            "examples": self.examples_read, "dropped": dict(self.dropped),
-            "unread": dict(self.unread), "skipped": self.skipped,
+            "examples": self.examples_read, "dropped": dict(self.dropped), "first": self.first,
+            "read": dict(self.read), "unread": dict(self.unread), "skipped": self.skipped,
         }  # fmt: skip
 
     def examples(self, number: int, place: str, raw: Any) -> Iterator[tuple[int, Prepared]]:
@@ -72,7 +78,7 @@ class ExampleReader:
         except ValueError as error:
             self.examples_read += 1
             if self.options.on_bad == "stop":
-                hint = "fix it, or leave bad records out with on_bad 'skip'"
+                hint = "fix it, or leave bad records out by --dataset.on-bad skip"
                 raise ValueError(f"{place} {error}; {hint}") from error
             self.dropped["malformed"] += 1
             if len(self.skipped) < LISTED:
@@ -82,6 +88,7 @@ class ExampleReader:
         for later, ready in found:
             if isinstance(ready, str):
                 self.dropped[ready] += 1
+                self.first.setdefault(ready, place)
             else:
                 yield number | later << TURN_BIT, ready
 
@@ -91,8 +98,9 @@ class ExampleReader:
         exclude = self.options.exclude_type
         unread = [*record.unread, *self._unprinted(record)]
         unread += ["type"] if record.kind and not exclude else []
-        for name in unread:  # keys may be as many as records
-            self.unread[name if name in self.unread or len(self.unread) < LISTED else "others"] += 1
+        for name in unread:
+            self._count(self.unread, name)
+        self._count(self.read, ", ".join(record.read))
         if exclude and exclude in record.kind:
             yield 0, f"type contains {exclude}"
             return
@@ -104,6 +112,10 @@ class ExampleReader:
                 yield 0, "weight 0"
             if self.options.turns == "last":
                 return
+
+    def _count(self, counter: Counter[str], name: str) -> None:
+        """Count a name; names may be as many as records."""
+        counter[name if name in counter or len(counter) < LISTED else "others"] += 1
 
     def _unprinted(self, record: Record) -> list[str]:
         """Fields of messages, and tools, that the chat template's text does not name."""

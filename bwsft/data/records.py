@@ -48,6 +48,8 @@ class Record:
     """The source's `type` field, such as MetaMathQA's GSM_AnsAug."""
     unread: tuple[str, ...] = ()
     """Columns with a value that nothing of the above comes from."""
+    read: tuple[str, ...] = ()
+    """Columns that it does come from."""
 
     @property
     def last(self) -> int:
@@ -80,7 +82,7 @@ def normalize(
         unread += ("turns after the last answer",)
     return Record(
         tuple(turns[: spoken[-1] + 1]), tuple(kept) if _counts(weight) else (), tools,
-        str(kind) if isinstance(kind, str | int | float) else "", unread,
+        str(kind) if isinstance(kind, str | int | float) else "", unread, fields.used(),
     )  # fmt: skip
 
 

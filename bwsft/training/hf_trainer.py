@@ -290,6 +290,11 @@ def quiet(silent: bool) -> Iterator[None]:
 def check(config: c.Config, options: Mapping[str, Any]) -> None:
     """Raise ValueError for a config or an option that BlockwiseTrainer cannot follow."""
     c.validate(config)
+    if None in (config.gen_length, config.max_length):
+        raise ValueError(
+            "BlockwiseTrainer makes its canvas before it sees data: give the config gen_length and "
+            "max_length (bwsft data FILE suggests them)"
+        )
     if config.objective.name not in OBJECTIVES:
         raise ValueError(
             f"BlockwiseTrainer trains {' and '.join(OBJECTIVES)} SFT; use bwsft train for "

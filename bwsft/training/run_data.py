@@ -19,6 +19,7 @@ from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import HeldOut
 
+HOLDOUT = 64  # most examples that are held out where the config leaves it open
 GENERATED = 20_000  # word problems of a run without a file, those held out included
 # Held-out examples and their masks don't follow --seed, nor do generated problems: what differs
 # between two seeds is then the training alone.
@@ -76,6 +77,8 @@ class TrainingData:
 
 def layout_of(config: c.Config, family: Family) -> CanvasLayout:
     """What comes after a response of a run `config` on a model `family`."""
+    if None in (config.gen_length, config.max_length):
+        raise ValueError("gen_length and max_length must be numbers here, such as 128 and 256")
     return CanvasLayout(
         canvas=config.dataset.canvas, block_size=config.block_size, gen_length=config.gen_length,
         max_length=config.max_length, mask_id=family.mask_id, eos_id=family.eos_id,
@@ -97,7 +100,54 @@ def data_options(config: c.Config, family: Family) -> DataOptions:
         exclude_type=config.dataset.exclude_type, subset=config.dataset.subset,
         split=config.dataset.split, max_length=config.max_length,
         gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
+        layout=layout_of(config, family), max_positions=family.max_positions,
     )  # fmt: skip
+
+
+def follow_data(config: c.Config, tokenizer: Any, family: Family) -> c.Config:
+    """The config with numbers for the lengths that it leaves open.
+
+    gen_length is the least multiple of the block size that holds 99 % of the responses and leaves
+    room for 90 % of the prompts, max_length the longest example, up to the model's positions.
+    """
+    size, positions = config.block_size, family.max_positions
+    if None not in (config.gen_length, config.max_length):
+        return config
+    longest = positions if config.max_length is None else config.max_length
+    options = data_options(
+        dataclasses.replace(config, gen_length=size, max_length=longest), family
+    )
+    whole = load_set(source_of(config)[0], tokenizer, options, config.dataset.cache_dir)
+    whole = whole.select(np.arange(min(config.dataset.limit or len(whole), len(whole))))
+    prompts, responses = whole.prompt_lengths, whole.response_lengths
+    needed, room = (
+        int(np.quantile(lengths, share, method="inverted_cdf"))
+        for lengths, share in ((responses, 0.99), (positions - prompts, 0.1))
+    )
+    fitted = max(min(-(-needed // size), room // size), 1) * size
+    found = dataclasses.replace(
+        config,
+        gen_length=fitted if config.gen_length is None else config.gen_length,
+        max_length=min(longest, int((prompts + responses).max())),
+    )
+    print(f"lengths of the data: --gen-length {found.gen_length} --max-length {found.max_length}")
+    return found
+
+
+def hold_out(config: c.Config, count: int, holdout: float | None = None) -> int:
+    """How many of `count` examples to hold out: config.dataset.holdout, or in its place `holdout`,
+    a number or below 1 a share. ValueError if nothing would be left."""
+    tenth = max(count // 10, 1) if count > 1 else 0
+    asked = config.dataset.holdout if holdout is None else holdout
+    if asked is None:
+        asked = min(HOLDOUT, tenth)
+    held = math.ceil(asked * count) if asked < 1 else int(asked)
+    if held >= count:
+        raise ValueError(
+            f"--dataset.holdout {held} leaves nothing of {count} examples to train on; give "
+            f"--dataset.holdout {tenth}"
+        )
+    return held
 
 
 def source_of(config: c.Config) -> tuple[Any, int]:
@@ -112,7 +162,8 @@ def source_of(config: c.Config) -> tuple[Any, int]:
     seed, largest = generated.seed, generated.largest
     if seed is None:
         return word_problems.generate(GENERATED, FIXED_SEED, largest=largest), 0
-    count, tests = min(config.dataset.limit or GENERATED, GENERATED), config.dataset.holdout
+    count = min(config.dataset.limit or GENERATED, GENERATED)
+    tests = hold_out(config, count)
     problems = word_problems.generate(count - tests, seed, largest=largest)
     return problems + word_problems.generate(tests, seed, "test", largest), tests
 
@@ -133,22 +184,12 @@ def plan_data(
         examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
         print(f"  using the first {len(examples):,} (--dataset.limit)")
     layout = layout_of(config, family)
-    if (longest := examples.longest_row(layout)) > family.max_positions:
-        raise ValueError(
-            f"prompt + gen_length needs {longest} positions, the model has {family.max_positions}: "
-            "lower --gen-length or --max-length"
-        )
-    held = config.dataset.holdout if holdout is None else holdout
-    if held >= len(examples):
-        raise ValueError(
-            f"--dataset.holdout {held} leaves nothing of {len(examples)} examples to train on"
-        )
+    count = hold_out(config, len(examples), holdout)
     if tests:
         is_test = examples.record_numbers >= len(source) - tests
         split = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     else:
-        held = math.ceil(held * len(examples)) if held < 1 else int(held)
-        split = split_holdout(examples.record_numbers, held, FIXED_SEED)
+        split = split_holdout(examples.record_numbers, count, FIXED_SEED)
     each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
     return TrainingData(examples, *split, layout, each)
 

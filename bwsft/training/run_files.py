@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from bwsft.training.trainer import Run
 
 REPRO, FACTS, BATCH = "repro", "repro.json", "batch.safetensors"
+DATA = "data.json"
 # A resumed run may differ from its config in these. Another device, micro-batch or kind of
 # parallelism changes rounding and dropout, the others change no later loss at all (unless a spike's
 # update is left out).
@@ -126,9 +128,19 @@ class RunFiles:
         path = save_checkpoint(self.folder, done, *model, state, whole)
         folders.prune(path, run.config.keep_last)
 
+    def note_data(self, run: Run) -> None:
+        """Write data.json: which records the run reads, and what became of them."""
+        data = run.data
+        facts = {
+            "source": run.config.data, "fingerprint": data.examples.fingerprint,
+            "train": len(data.train_index), "held_out": len(data.holdout_index),
+            **data.examples.report,
+        }  # fmt: skip
+        write_atomic(self.folder / DATA, json.dumps(facts, indent=2) + "\n")
+
     def repros(self) -> list[Path]:
         """Folders of the batches that were kept."""
-        return list((self.folder / REPRO).glob("step-*"))
+        return repros(self.folder)
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -136,11 +148,11 @@ class RunFiles:
 
     def keep(
         self, run: Run, step: int, samples: list[tuple[int, int]], part: range, what: str,
-        weights: dict[str, Tensor] | None,
+        weights: dict[str, Tensor],
     ) -> str:  # fmt: skip
-        """Write RUN/repro/step-N: the packed batch, what was wrong, and unless `weights` is None
-        the model as it met the batch (as Run.weights gives it). Returns what became of it, in
-        words: a full disk must not hide what ended the run."""
+        """Write RUN/repro/step-N: the packed batch, what was wrong, and the model as it met the
+        batch (as Run.weights gives it). Returns what became of it, in words: a full disk must not
+        hide what ended the run."""
         path = self.folder / REPRO / f"step-{step + 1}"
         chosen = [samples[i] for i in part]
         batch = vars(run.data.pack(chosen))
@@ -155,8 +167,13 @@ class RunFiles:
             with folder_atomic(path) as folder:
                 save_file(batch, folder / BATCH)
                 write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
-                if weights is not None:
-                    folders.save_model(run.backbone.model, folder, weights or None)
+                folders.save_model(run.backbone.model, folder, weights or None)
         except OSError as error:
             return f"which could not be kept ({error})"
         return f"run them again (bwsft replay {path})"
+
+
+def repros(folder: Path) -> list[Path]:
+    """Folders of the batches that a run kept, in the order of their steps."""
+    found = (folder / REPRO).glob("step-*")
+    return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])

@@ -28,14 +28,16 @@ from bwsft.objectives.mdlm import Mdlm
 from bwsft.objectives.rdm import Rdm
 from bwsft.objectives.soft_masked import SoftMasked
 from bwsft.objectives.two_step import TwoStep
+from bwsft.presets import PRESETS, is_for_a_gpu
 from bwsft.training.context_modes import check_trainable, make_mode
 from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
 from bwsft.training.metrics import column, plot_run, read_log
 from bwsft.training.optim import make_optimizer
-from bwsft.training.run_data import held_out, plan_data
+from bwsft.training.outcome import outcome
+from bwsft.training.run_data import follow_data, held_out, plan_data
 from bwsft.training.run_files import RunFiles, open_shared
-from bwsft.training.signals import signals
+from bwsft.training.signals import Signals, signals
 from bwsft.training.trackers import Logs, check_installed
 from bwsft.training.trainer import Run, loop
 from bwsft.utils.devices import pick_device
@@ -51,20 +53,44 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-def train(config: c.Config) -> int:
-    """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed."""
+def train(config: c.Config, saves_on_signal: bool = True) -> int:
+    """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed.
+
+    Without `saves_on_signal` SIGINT and SIGTERM take their usual course: Ctrl-C ends the caller.
+    """
     check_installed(config)
+    if config.resume is None or not (c.run_folder(config) / "config.json").exists():
+        check_start(config)
     try:
         with join(config.parallel, config.device) as world, contextlib.ExitStack() as stack:
             if not world.main:
                 silence = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(contextlib.redirect_stdout(silence))
-            return train_in(world, config, stack)
+            return train_in(world, config, stack, saves_on_signal)
     except PeerFailed:
         return 1
 
 
-def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int:
+def check_start(config: c.Config) -> None:
+    """ValueError, before anything is downloaded, for a published model without data to train on,
+    or one that a preset takes to a GPU where there is none."""
+    wrong, ways = [], ["bwsft train", config.preset, "--data", str(config.data or "FILE")]
+    if config.model is not None and config.data is None:
+        wrong.append(f"{config.model} needs data to train on: a file, a folder or a Hub id")
+    if is_for_a_gpu(config) and config.device == "auto" and not torch.cuda.is_available():
+        here = f"preset {config.preset} is sized for one 80 GB card, and no CUDA device is here"
+        if config.model == PRESETS[config.preset]().model:
+            wrong.append(f"{here} (bwsft train debug needs none)")
+            ways.append("--device cpu")
+        else:
+            print(f"{here}: training on the CPU")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}; give {' '.join(ways)}")
+
+
+def train_in(
+    world: World, config: c.Config, stack: contextlib.ExitStack, saves_on_signal: bool
+) -> int:
     """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
     folder, held = c.run_folder(config), []
 
@@ -78,8 +104,10 @@ def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int
     _, checkpoint = open_shared(config, world)
     run = setup(config, folder, checkpoint, world)
     world.on_main(lock)
+    world.on_main(run.files.note_data, run)
     try:
-        with signals(world.size > 1) as asked:
+        noted = signals(world.size > 1) if saves_on_signal else contextlib.nullcontext(Signals())
+        with noted as asked:
             done = loop(run, Logs(run), asked)
     except (TrainingStopped, RuntimeError) as error:
         message = why(run, error)
@@ -88,8 +116,8 @@ def train_in(world: World, config: c.Config, stack: contextlib.ExitStack) -> int
         print(f"bwsft train: {message}", file=sys.stderr)
         return 1
     print(f"loss curve: {world.on_main(plot_run, folder)}")
-    stopped = f"stopped after step {done} of {config.steps}; go on with --resume {folder}"
-    print(stopped if done < config.steps else f"run folder: {folder}")
+    for line in world.on_main(outcome, folder, run.config, done) or ():
+        print(line)
     return 0
 
 
@@ -116,6 +144,7 @@ def setup(
     family = dataclasses.replace(plan.family, end_ids=end_ids)
     check_trainable(family, config.context)
     with world.main_first():
+        config = follow_data(config, tokenizer, family)
         data = plan_data(config, tokenizer, family)
     fingerprint = data.examples.fingerprint
     if checkpoint is not None and read_state(checkpoint)["data"] != fingerprint:
@@ -137,7 +166,8 @@ def setup(
         config=config, folder=folder, first=first, device=device, backbone=backbone,
         optimizer=make_optimizer(backbone, config.optim), data=data,
         mode=make_mode(config, family, backbone, objective, device),
-        held_out=held_out(config, family), guard=SpikeGuard(config.watch, history),
+        held_out=held_out(config, family),
+        guard=SpikeGuard(config.watch, history, family.vocab_size, config.batch_size),
         files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None), world=world,
     )  # fmt: skip
     if checkpoint is not None:

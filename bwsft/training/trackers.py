@@ -83,6 +83,7 @@ def start(run: Run) -> list[Any]:
     own = {
         # A resumed run is another run of the same group.
         "wandb": {"name": name, "group": name, "dir": str(run.folder)},
+        "trackio": {"name": name, "group": name},
         "mlflow": {"run_name": name},
     }
     options = plain(dataclasses.asdict(run.config))

@@ -107,6 +107,23 @@ def lock_folder(folder: Path) -> IO[bytes]:
     return handle
 
 
+def locked(folder: Path) -> bool | None:
+    """Whether a process has taken a run folder; None where the system has no locks to ask."""
+    path = Path(folder) / LOCK
+    if not path.exists():
+        return False
+    if fcntl is None:
+        return None
+    with open(path, "rb") as handle:  # a shared lock, and only for a moment
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+    return False
+
+
 def sweep(folder: Path) -> None:
     """Remove the temporary files and folders that killed writers left in `folder`, whose only
     writer must be the caller."""

@@ -51,7 +51,7 @@ def test_the_command_works_without_the_faults(tiny, flags, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "word"), [
-    (["train"], "Expected one of {debug, llada-8b-lora, paper, released}"),
+    (["train"], "Expected one of {debug, llada-8b-lora, dream-7b-lora, sdar-4b-lora"),
     (["train", "nonsense"], "nonsense"),
     (["train", "debug", "--optim.momentum", "0.9"], "--optim.momentum"),
     (["train", "debug", "--steps", "many"], "invalid"),
@@ -140,7 +140,7 @@ def test_broken_models(refuse, model_folder, fault):
 
 
 @pytest.mark.parametrize(("fields", "word"), [
-    ({"max_sequence_length": 22}, "prompt + gen_length needs 23 positions, the model has 22"),
+    ({"max_sequence_length": 17}, "longer than the model's 17 positions; give --gen-length 12 or"),
     ({"vocab_size": 258}, "token id 258, outside the model's vocabulary of 258"),
     ({"mask_token_id": 300}, "the model's mask id is 300, the tokenizer's is 257"),
 ])

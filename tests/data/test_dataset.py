@@ -11,7 +11,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from bwsft.data import dataset as data
 from bwsft.data import token_cache
-from bwsft.data.dataset import load_set
+from bwsft.data.dataset import canvas_lengths, load_set
 from bwsft.data.examples import DataOptions
 from bwsft.data.packing import CanvasLayout, pack
 
@@ -34,6 +34,12 @@ MIXED = records(
 )
 
 
+FIRST = {
+    "empty prompt": "the list, record 3", "empty response": "the list, record 4",
+    "longer than max_length 20": "record 2",
+}  # fmt: skip
+
+
 def test_kept_dropped_and_reported(tokenizer):
     kept = load_set(MIXED, tokenizer, PLAIN)
     assert kept.sample_ids.tolist() == [0, 4, 6]
@@ -47,6 +53,8 @@ def test_kept_dropped_and_reported(tokenizer):
         "unit": "records",
         "kept": 3,
         "dropped": {"empty prompt": 1, "empty response": 1, "longer than max_length 20": 2},
+        "first": FIRST,
+        "read": {"query, response": 7},
         "unread": {},
         "skipped": [],
         "gen_length": 8,
@@ -60,7 +68,8 @@ def test_kept_dropped_and_reported(tokenizer):
     assert json.loads(json.dumps(kept.report)) == kept.report
     lines = kept.summary().splitlines()
     assert lines[0] == "kept 3 of 7 records (42.86%)"
-    assert "  dropped 2: longer than max_length 20" in lines
+    longer = "longer than max_length 20"
+    assert f"  dropped 2: {longer} (first: {FIRST[longer]})" in lines
     assert lines[-1] == "  66.7% of responses exceed gen_length 8"
 
 
@@ -142,7 +151,8 @@ def test_malformed_record_stops_or_is_skipped(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", *records(("a", "b")) * 2, *[{"query": "c"}] * 25)
     with path.open("a") as file:
         file.write('{"query": "cut')
-    with pytest.raises(ValueError, match=r"a.jsonl, line 3 has 'query' but no 'response'.*on_bad"):
+    fault = r"a.jsonl, line 3 has 'query' but no 'response'.* by --dataset.on-bad skip"
+    with pytest.raises(ValueError, match=fault):
         load_set(path, tokenizer, PLAIN, tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
     options = DataOptions(template="none", on_bad="skip")
@@ -190,7 +200,7 @@ def test_mask_and_vocabulary_are_checked(tokenizer):
     check(mask_id=ids[0])
 
 
-def test_selection_and_longest_row(tokenizer):
+def test_selection_and_canvas(tokenizer):
     whole = load_set(MIXED, tokenizer, PLAIN)
     part = whole.select(np.array([2, 0]))
     assert part.sample_ids.tolist() == [6, 0]
@@ -200,8 +210,36 @@ def test_selection_and_longest_row(tokenizer):
     example = whole.example(1, visit=3)
     assert (example.sample_id, example.visit, len(example.response)) == (4, 3, 13)
     layout = CanvasLayout(mask_id=257, eos_id=EOS, block_size=4, gen_length=8, max_length=20)
-    assert whole.longest_row(layout) == 7 + 16
-    assert whole.longest_row(layout) == pack([whole.example(1)], layout).max_length
+    lengths = canvas_lengths(whole.prompt_lengths, whole.response_lengths, layout).tolist()
+    assert lengths == [pack([whole.example(i)], layout).max_length for i in range(3)]
+    assert lengths[1] == 7 + 16
+    options = dataclasses.replace(PLAIN, layout=layout, max_positions=22)
+    kept = load_set(MIXED, tokenizer, options)
+    assert kept.sample_ids.tolist() == [0, 6] and kept.fingerprint == whole.fingerprint
+    assert kept.report["dropped"]["canvas longer than the model's 22 positions"] == 1
+
+
+@pytest.mark.parametrize(("changes", "way"), [
+    ({"max_length": 2}, "--max-length 26 keeps them all, --max-length 20 half of them"),
+    ({"max_positions": 8}, "; give --gen-length 4 or less"),
+    ({"max_positions": 3}, "; no block fits after the prompts: lower --block-size"),
+    ({"max_positions": 2}, "; the model has 2 positions: choose a --model with more"),
+    ({"max_length": 2, "max_positions": 21}, "; --max-length 21 keeps those that the model"),
+])
+def test_nothing_left_names_the_way(tokenizer, changes, way):
+    """The way that a message names is one: with it examples are left."""
+    layout = CanvasLayout(mask_id=257, eos_id=EOS, block_size=4, gen_length=8, max_length=20)
+    options = dataclasses.replace(PLAIN, layout=layout, max_positions=64)
+    rows = [row for row in MIXED if row["query"].strip() and row["response"].strip()]
+    with pytest.raises(ValueError) as refused:
+        load_set(rows, tokenizer, dataclasses.replace(options, **changes))
+    assert way in str(refused.value)
+    if "--max-length 26" in way:
+        assert len(load_set(rows, tokenizer, dataclasses.replace(options, max_length=26))) == 5
+        assert len(load_set(rows, tokenizer, dataclasses.replace(options, max_length=20))) == 3
+    elif "--gen-length" in way:
+        short = dataclasses.replace(layout, gen_length=4)
+        assert len(load_set(rows, tokenizer, dataclasses.replace(options, layout=short, **changes)))
 
 
 @pytest.fixture

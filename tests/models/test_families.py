@@ -27,7 +27,9 @@ from transformers import (
 )
 
 from bwsft import config as c
+from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
+from bwsft.cli import main
 from bwsft.commands.export import ExportOptions, run_export
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
@@ -151,6 +153,24 @@ def config_of(folders, data_file, tmp_path_factory):
 def start_of(name, mode):
     """The mode, or one that the family has."""
     return "block_causal" if name == "sdar" else mode
+
+
+@pytest.mark.parametrize(("preset", "name"), [
+    ("llada-8b-lora", "llada"), ("dream-7b-lora", "Dream"), ("sdar-4b-lora", "sdar"),
+    ("qwen3-4b-lora", "qwen3"),
+])  # fmt: skip
+def test_a_preset_trains_its_family(preset, name, folders, data_file, tmp_path, monkeypatch):
+    """A small model of the family in the place of its own, lengths from the data, then decoding."""
+    monkeypatch.setenv("BWSFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run = str(tmp_path / "run")
+    words = f"--model {folders[name]} --data {data_file} --lora.rank 2 --batch-size 4 --steps 1"
+    words += f" --dataset.template chat --block-size {B} --out {run}"
+    assert main(["train", preset, *words.split()]) == 0
+    trained = load_trained(run)
+    assert trained.contract.context == presets.PRESETS[preset]().context
+    assert (trained.contract.gen_length, trained.contract.block_size) == (16, B)
+    assert main(["generate", "--model", run, "--prompt", "1+1"]) == 0
 
 
 # --- plain runs ---

@@ -68,7 +68,7 @@ def checkpoints(config):
 def assert_saved_at_the_last_line(config, output):
     folder = c.run_folder(config)
     done = len(read_log(folder / "metrics.jsonl"))
-    assert f"stopped after step {done} of 4000; go on with --resume {folder}" in output
+    assert f"stopped after step {done} of 4000; go on with bwsft train --resume {folder}" in output
     assert (folder / "checkpoints" / f"step-{done}" / "manifest.json").exists()
 
 

@@ -199,6 +199,7 @@ def config_errors():
         "objective.blocks 'all'": {"objective": objective(blocks="all")},
         "objective.blocks 'each'": {"objective": objective(blocks="each")},
         "must divide": {"gen_length": 15},
+        "give the config gen_length": {"gen_length": None},
     }
 
 

@@ -81,7 +81,7 @@ def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number)
     assert train(config) == 0
     folder = c.run_folder(config)
     captured = capfd.readouterr()
-    assert f"stopped after step 4 of 10; go on with --resume {folder}" in captured.out
+    assert f"stopped after step 4 of 10; go on with bwsft train --resume {folder}" in captured.out
     assert f"signal {int(number)}: saving after this step" in captured.err
     assert (folder / "checkpoints" / "step-4").is_dir()
     assert len(read_log(folder / "metrics.jsonl")) == 4

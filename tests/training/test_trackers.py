@@ -5,6 +5,7 @@ import json
 import struct
 
 import pytest
+from accelerate.utils import LoggerType
 
 from bwsft import config as c
 from bwsft.cli import main
@@ -98,6 +99,42 @@ def test_tensorboard(tiny):
             value = found[f"metrics/{name}"][line["step"]]
             assert value == pytest.approx(line[name], rel=1e-6)  # fp32
     assert sorted(found["eval/nelbo"]) == [0, 4, 8, 10]
+
+
+STAND_IN = """
+import json, pathlib
+config, said = {}, []
+
+class Run:
+    def log(self, values, step):
+        said.append([step, values])
+
+    def finish(self):
+        pathlib.Path("trackio.json").write_text(json.dumps([named, config, said]))
+
+def init(**options):
+    global named
+    named = options
+    return Run()
+"""
+
+
+def test_trackio(tiny, monkeypatch, tmp_path):
+    """What the package is told, by a stand-in that has what accelerate uses of it."""
+    (tmp_path / "trackio.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    # accelerate looks once, when it is imported, what is installed
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.TRACKIO])
+    monkeypatch.chdir(tmp_path)
+    config = tiny(trackers="trackio")
+    assert train(config) == 0
+    named, told, said = json.loads((tmp_path / "trackio.json").read_text())
+    assert named == {"project": "bwsft", "name": "run", "group": "run"}
+    assert told["optim.lr"] == config.optim.lr and told["block_size"] == 4
+    assert [step for step, values in said if "eval/nelbo" in values] == [0, 4, 8, 10]
+    losses = {step: values["metrics/loss"] for step, values in said if "metrics/loss" in values}
+    lines = read_log(c.run_folder(config) / "metrics.jsonl")
+    assert losses == {line["step"]: line["loss"] for line in lines}
 
 
 @needs("wandb")

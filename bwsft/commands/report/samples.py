@@ -1,10 +1,10 @@
-"""Held-out prompts of a run, answered by the model it started from and by its newest checkpoint."""
+"""Held-out examples of a run, answered and scored by the model it started from and by its newest
+checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from bwsft.checkpoints.resolve import (
     plan_model,
     plan_tokenizer,
 )
+from bwsft.commands.report.slices import losses
 from bwsft.data.chat_template import METAMATH, Template
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig
@@ -37,39 +38,54 @@ class SampleOptions:
     """Which answers a report shows."""
 
     samples: int = 4
-    """Held-out prompts that the base and the newest checkpoint answer; 0: none."""
+    """Held-out prompts that the base and the newest checkpoint answer; 0: no model is loaded."""
     steps: int | None = None
     """Denoising steps of an answer; default: one per token."""
     device: str = "auto"
     """auto: a CUDA device if there is one, else the CPU."""
 
 
-def decode_samples(
+@dataclass(frozen=True)
+class Answered:
+    """What the models of a run make of its held-out examples."""
+
+    samples: list[dict]
+    """With question, reference and answers."""
+    slices: list[dict]
+    """Of each model its name and its loss by block and by mask rate: slices.losses."""
+    notes: list[str]
+    """What could not be had, and why."""
+
+
+def ask_models(
     config: c.Config, run: Path, checkpoint: Path | None, options: SampleOptions
-) -> tuple[list[dict], list[str]]:
-    """(samples, notes on what could not be had). A sample has question, reference and answers."""
+) -> Answered:
+    """The base and the newest checkpoint of a run on its held-out examples."""
     if options.samples < 0:
         raise ValueError("--samples must be at least 0")
     shape = {"gen_length": config.gen_length, "block_size": config.block_size}
     settings = DecodeConfig(**shape, steps=options.steps, batch_size=max(options.samples, 1))
+    why = None
     if not options.samples:
-        return [], ["No samples: --samples 0."]
-    if not config.dataset.holdout:
-        return [], ["No samples: the run holds no examples out (--dataset.holdout 0)."]
-    try:
-        return decoded(config, run, checkpoint, settings, options)
-    except (ValueError, OSError) as error:  # data or base are no longer there: the rest is
-        return [], [f"No samples: {error}"]
+        why = "--samples 0."
+    elif not config.dataset.holdout:
+        why = "the run holds no examples out (--dataset.holdout 0)."
+    else:
+        try:
+            return asked(config, run, checkpoint, settings, options)
+        except (ValueError, OSError) as error:  # data or base are no longer there: the rest is
+            why = str(error)
+    return Answered([], [], [f"No samples, no loss by block and mask rate: {why}"])
 
 
-def decoded(
+def asked(
     config: c.Config,
     run: Path,
     checkpoint: Path | None,
     settings: DecodeConfig,
     options: SampleOptions,
-) -> tuple[list[dict], list[str]]:
-    """decode_samples, for a run that has held-out examples."""
+) -> Answered:
+    """ask_models, for a run that has held-out examples. No two models are held at a time."""
     tokenizer = load_tokenizer(plan_tokenizer(config))
     template = Template(tokenizer, config.dataset.template, config.dataset.template_args)
     plan = plan_model(config, tokenizer, run)
@@ -89,13 +105,19 @@ def decoded(
     else:
         newest = functools.partial(load_trained, str(checkpoint), device=options.device)
         models.append((checkpoint.name, newest, config.context))
-    columns = [answers(*model, template, prompts, settings) for model in models]
+    columns, slices = [], []
+    for name, load, context in models:
+        trained = load()
+        decode = dataclasses.replace(settings, context=context)
+        columns.append(answers(name, Decoder(trained, template, decode), prompts))
+        slices.append({"name": name, **losses(config, trained.backbone, data)})
+        del trained
     samples = []
     for i, row in zip(chosen, zip(*columns, strict=True), strict=True):
-        asked = question(tokenizer, data.examples.prompt(i))
+        asked_for = question(tokenizer, data.examples.prompt(i))
         truth = plain(tokenizer, data.examples.response(i))
-        samples.append({"question": asked, "reference": truth, "answers": list(row)})
-    return samples, notes
+        samples.append({"question": asked_for, "reference": truth, "answers": list(row)})
+    return Answered(samples, slices, notes)
 
 
 def start_mode(config: c.Config, family: Family) -> str:
@@ -107,17 +129,8 @@ def start_mode(config: c.Config, family: Family) -> str:
     return "block_causal" if family.attention == "block_causal" else "exact"
 
 
-def answers(
-    name: str,
-    load: Callable[[], Trained],
-    context: str,
-    template: Template,
-    prompts: list[list[int]],
-    settings: DecodeConfig,
-) -> list[dict]:
-    """What the model of `load` answers, in the page's form. No two models are held at a time."""
-    config = dataclasses.replace(settings, context=context)
-    decoder = Decoder(load(), template, config)
+def answers(name: str, decoder: Decoder, prompts: list[list[int]]) -> list[dict]:
+    """What a model answers, in the page's form."""
     found = decoder.answers(prompts, trace=True)
     return [answer(name, decoder, p, g) for p, g in zip(prompts, found, strict=True)]
 
