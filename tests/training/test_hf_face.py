@@ -91,8 +91,9 @@ def test_every_setting_reaches_the_config(tmp_path):
     """Set to another value than its default, each own field changes what it says."""
     plain = BlockwiseConfig(str(tmp_path), **QUIET)
     assert plain.run_config() == c.Config(
-        dataset=c.DataConfig(template="chat", holdout=0), lora=c.LoraConfig(rank=0)
-    )
+        gen_length=None, max_length=None, dataset=c.DataConfig(template="chat", holdout=0),
+        lora=c.LoraConfig(rank=0),
+    )  # fmt: skip
     other = dict(
         block_size=8, gen_length=64, max_length=99, context="cached", draws_per_context=2,
         mask_token="[M]", logit_shift=1, template="none", template_args="a=1", columns="prompt=q",
@@ -276,6 +277,17 @@ def test_samples(start, records, tmp_path, capsys):
     assert [a[0::2] for a in told.texts] == [(f"samples/{i}", s) for s in (2, 4) for i in (0, 1)]
     rows = [[prompt, a.text] for prompt, a in zip(prompts, first, strict=True)]
     assert told.tables[0] == {"samples": (["prompt", "answer"], rows)}
+
+
+def test_lengths_follow_the_records(start, records):
+    trainer = start(gen_length=None, max_length=None)
+    examples = ids(trainer.train_dataset)
+    longest = max(len(prompt) + len(response) for prompt, response, _ in examples)
+    assert len(examples) == 40 and trainer.config.max_length == longest
+    most = sorted(len(response) for _, response, _ in examples)[-1]  # 99 % of 40 are all of them
+    assert trainer.layout.gen_length == -(-most // 4) * 4 == 16
+    with pytest.raises(ValueError, match="give the config gen_length and max_length"):
+        start({"train_dataset": trainer.train_dataset}, gen_length=None)
 
 
 def test_one_process_saves(start, monkeypatch, tmp_path):
