@@ -119,7 +119,8 @@ def load(model: str | Path | None = None, **options: Any) -> Decoder:
 
         bwsft.load("runs/mine").generate("What is 3 + 4?")
     """
-    from bwsft.decoding.pipeline import Decoder, DecoderOptions
+    from bwsft.decoding.pipeline import Decoder
+    from bwsft.decoding.settings import DecoderOptions
 
     return Decoder.load(None if model is None else str(model), DecoderOptions(**options))
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
+
+from bwsft.utils.spelling import meant
 
 USAGE = """usage: bwsft COMMAND [OPTIONS]
 
 commands
   train PRESET   fine-tune; presets: {presets};
-                 --config FILE: settings from a YAML or JSON file
+                 --config FILE: settings from a YAML or JSON file;
+                 --resume RUN: go on with a run
   data SOURCE    look at a data set before training: columns, lengths, what is left out
   generate       decode prompts with a run, checkpoint or model folder
   chat           talk to a model and watch its tokens being unmasked
@@ -22,26 +27,32 @@ commands
   export         merge a run's adapter and write a model folder
   experiment     the paper's comparisons: table, equal-tokens, block-grid, ...
   bench          run the quick benchmarks and print one table
+  doctor         versions, device, kernels in use, caches, and a self-test
   demo           base accuracy, Blockwise SFT, accuracy after, in five minutes
 
 `bwsft COMMAND --help` lists the options of a command."""
 
 
-# command -> (module, its options, the function that takes them and returns the exit status)
+# command -> (its options, the function that takes them and returns the exit status). The options'
+# modules import nothing heavy: --help needs no other.
+OPTIONS = "bwsft.commands.options"
 COMMANDS = {
-    "data": ("bwsft.commands.data", "DataCommand", "run_data"),
-    "generate": ("bwsft.commands.generate", "GenerateOptions", "run_generate"),
-    "chat": ("bwsft.commands.chat", "ChatOptions", "run_chat"),
-    "evaluate": ("bwsft.commands.evaluate", "EvaluateCommand", "run_evaluate"),
-    "trace": ("bwsft.commands.trace", "TraceOptions", "run_trace"),
-    "report": ("bwsft.commands.report.page", "ReportOptions", "run_report"),
-    "compare": ("bwsft.commands.compare", "CompareOptions", "run_compare"),
-    "replay": ("bwsft.commands.replay", "ReplayOptions", "run_replay"),
-    "export": ("bwsft.commands.export", "ExportOptions", "run_export"),
-    "experiment": ("bwsft.experiments.command", "ExperimentOptions", "run_experiment"),
-    "bench": ("bwsft.commands.bench", "BenchOptions", "run_bench"),
-    "demo": ("bwsft.commands.demo", "DemoOptions", "run_demo"),
-}
+    "data": (f"{OPTIONS}:DataCommand", "bwsft.commands.data:run_data"),
+    "generate": (f"{OPTIONS}:GenerateOptions", "bwsft.commands.generate:run_generate"),
+    "chat": (f"{OPTIONS}:ChatOptions", "bwsft.commands.chat:run_chat"),
+    "evaluate": (f"{OPTIONS}:EvaluateCommand", "bwsft.commands.evaluate:run_evaluate"),
+    "trace": (f"{OPTIONS}:TraceOptions", "bwsft.commands.trace:run_trace"),
+    "report": (f"{OPTIONS}:ReportOptions", "bwsft.commands.report.page:run_report"),
+    "compare": (f"{OPTIONS}:CompareOptions", "bwsft.commands.compare:run_compare"),
+    "replay": (f"{OPTIONS}:ReplayOptions", "bwsft.commands.replay:run_replay"),
+    "export": (f"{OPTIONS}:ExportOptions", "bwsft.commands.export:run_export"),
+    "experiment": (
+        "bwsft.experiments.options:ExperimentOptions", "bwsft.experiments.command:run_experiment"
+    ),
+    "bench": (f"{OPTIONS}:BenchOptions", "bwsft.commands.bench:run_bench"),
+    "doctor": (f"{OPTIONS}:DoctorOptions", "bwsft.commands.doctor:run_doctor"),
+    "demo": (f"{OPTIONS}:DemoOptions", "bwsft.commands.demo:run_demo"),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         print(__version__)
         return 0
     if name not in ("train", *COMMANDS):
-        print(f"bwsft: unknown command {name!r}\n\n{usage}", file=sys.stderr)
+        hint = meant(name, ("train", *COMMANDS))
+        print(f"bwsft: unknown command {name!r}{hint}\n\n{usage}", file=sys.stderr)
         return 2
     try:
         return _train(words) if name == "train" else _run(name, words)
@@ -80,14 +92,29 @@ def _train(argv: list[str]) -> int:
     from bwsft.commands.train import parse_train
 
     config = parse_train(argv)
-    from bwsft.training.setup import train
-
-    return train(config)
+    return _ready(lambda: _named("bwsft.training.setup:train"))(config)
 
 
 def _run(name: str, argv: list[str]) -> int:
     import tyro
 
-    module, options, run = COMMANDS[name]
-    found = importlib.import_module(module)
-    return getattr(found, run)(tyro.cli(getattr(found, options), args=argv, prog=f"bwsft {name}"))
+    options, run = COMMANDS[name]
+    asked = tyro.cli(_named(options), args=argv, prog=f"bwsft {name}")
+    return _ready(lambda: _named(run))(asked)
+
+
+def _ready(load: Callable[[], Callable[..., int]]) -> Callable[..., int]:
+    """A command's function; if loading it is what imports torch, that takes idle cores only."""
+    ours = "torch" not in sys.modules
+    run = load()
+    if ours and "torch" in sys.modules:
+        from bwsft.utils.threads import leave_busy_cores
+
+        leave_busy_cores()
+    return run
+
+
+def _named(place: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

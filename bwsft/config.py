@@ -16,6 +16,7 @@ from typing import Literal
 from bwsft.objectives.config import ObjectiveConfig
 from bwsft.objectives.config import validate as validate_objective
 from bwsft.utils import config_check, strict_json
+from bwsft.utils.spelling import meant
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ class Config:
     """Run folder to go on with, from its newest complete checkpoint."""
     steps: int = 200
     """Optimizer updates."""
+    epochs: float | None = None
+    """Passes over the training examples, instead of --steps; a run stores the steps it makes."""
     seed: int = 42
     """Seed of every random choice: order, blocks, rates, marks, dropout, initial weights."""
     block_size: int = 32
@@ -212,6 +215,18 @@ def run_folder(config: Config) -> Path:
     return Path(config.resume or config.out or f"runs/{config.preset}-seed{config.seed}")
 
 
+def stored(folder: Path) -> Config | None:
+    """The config of the run in `folder`, None where it has none yet. ValueError for a folder that
+    does not exist, with the name of a run beside it that may be meant."""
+    file = folder / "config.json"
+    if file.exists():
+        return from_json(strict_json.read_text(file), str(file))
+    if not folder.exists():
+        runs = [str(found.parent) for found in folder.parent.glob("*/config.json")]
+        raise ValueError(f"--resume {folder}: there is no such run{meant(str(folder), runs)}")
+    return None
+
+
 def validate(config: Config) -> None:
     """Raise ValueError, naming the field, for values that no run can use."""
     values = config_check.flat(dataclasses.asdict(config))
@@ -229,6 +244,8 @@ def validate(config: Config) -> None:
             f"--micro-batch-size {config.micro_batch_size} must divide "
             f"--batch-size {config.batch_size}"
         )
+    if config.epochs is not None and not 0 < config.epochs < math.inf:
+        raise ValueError("--epochs must be above 0")
     if not 0 <= config.seed < 2**63:
         raise ValueError("--seed must lie in [0, 2^63)")
     _validate_context(config)

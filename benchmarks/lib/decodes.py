@@ -101,7 +101,8 @@ def make_problem(model: Backbone, shape: tuple[int, int, int], block: int, block
 def trained_problem(device: torch.device, batch: int = 8) -> Problem:
     """Test problems for the embedded model, whole responses open."""
     from bwsft.data.word_problems import generate as word_problems
-    from bwsft.decoding.pipeline import Decoder, DecoderOptions
+    from bwsft.decoding.pipeline import Decoder
+    from bwsft.decoding.settings import DecoderOptions
 
     decoder = Decoder.load(None, DecoderOptions(device=device.type, dtype="float32"))
     questions = [record["query"] for record in word_problems(8 * batch, split="test")]

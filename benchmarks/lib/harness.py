@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from bwsft.utils.flops import flop_counter
+from bwsft.utils.threads import leave_busy_cores
 
 # Dense bf16 FLOP/s and bytes/s of the 80 GB cards (H200: 141 GB); a CPU's are measured.
 PEAKS = {"A100": (312e12, 2.04e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
@@ -90,6 +91,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None, file: str) ->
     """Arguments with the device; their `command` runs the same benchmark again in a child."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    leave_busy_cores()
     args.command = [str(Path(file).resolve()), *argv]
     args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return args

@@ -8,25 +8,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from tqdm import tqdm
 
+from bwsft.commands.options import BenchOptions
+
 # Beside the package in a source checkout; an installed wheel has none.
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-Name = Literal["loss", "mask", "step", "generate", "operators"]
-QUICK: tuple[Name, ...] = ("loss", "mask", "step", "generate", "operators")
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """Run the quick benchmarks: LM head and loss, masks, training step, decoding, small
-    operations."""
-
-    only: tuple[Name, ...] = QUICK
-    """Benchmarks to run."""
-    out: Path | None = None
-    """Folder for each benchmark's full result (JSON)."""
+TOKENS = "supervised_tokens_per_s"
+PROGRESS = "{desc} {n_fmt}/{total_fmt} {bar:20} {postfix}"
 
 
 @dataclass(frozen=True)
@@ -49,49 +39,80 @@ def run_bench(options: BenchOptions) -> int:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
     outcomes = []
-    for name in (bar := tqdm(options.only, "benchmarks", disable=None)):
-        bar.set_postfix_str(name)
-        outcomes.append(run_one(name, options.out))
+    with tqdm(options.only, "benchmarks", disable=None, bar_format=PROGRESS) as bar:
+        for name in bar:
+            outcomes.append(run_one(name, options.out, bar))
     print(table(outcomes))
     return 1 if any(o.summary is None for o in outcomes) else 0
 
 
-def run_one(name: str, out: Path | None) -> Outcome:
-    """One benchmark in a process of its own, so that the memory it measures is its own."""
+def run_one(name: str, out: Path | None, bar: tqdm) -> Outcome:
+    """One benchmark in a process of its own, so that the memory it measures is its own; `bar` says
+    how long it has been running."""
     command = [sys.executable, str(FOLDER / f"bench_{name}.py"), "--quick"]
     if out:
         command += ["--json", str(out.resolve() / f"{name}.json")]
-    began = time.monotonic()
+    began, running = time.monotonic(), True
+    if bar.disable:  # no terminal
+        print(f"{name}: started", file=sys.stderr, flush=True)
     # Its progress would fight with ours for the terminal; the end of it is shown if it fails.
-    done = subprocess.run(command, capture_output=True, encoding="utf-8")
-    seconds, said = time.monotonic() - began, done.stderr.strip().rpartition("\n")[2]
-    if done.returncode:
-        return Outcome(name, seconds, None, said or f"exit {done.returncode}")
-    return Outcome(name, seconds, json.loads(done.stdout.strip().rpartition("\n")[2]))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+    with subprocess.Popen(command, **pipes) as process:
+        while running:
+            bar.set_postfix_str(f"{name}, {time.monotonic() - began:.0f} s")
+            try:
+                output, errors = process.communicate(timeout=1)
+                running = False
+            except subprocess.TimeoutExpired:
+                continue
+            except BaseException:
+                process.kill()
+                raise
+    seconds, said = time.monotonic() - began, errors.strip().rpartition("\n")[2]
+    if bar.disable:
+        print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    if process.returncode:
+        return Outcome(name, seconds, None, said or f"exit {process.returncode}")
+    return Outcome(name, seconds, json.loads(output.strip().rpartition("\n")[2]))
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Every variant of every benchmark: milliseconds, and time and memory against naive."""
+    """Every variant of every benchmark: time, supervised tokens, and speed and memory against
+    naive."""
     found = [o.summary for o in outcomes if o.summary]
     lines = [f"{found[0]['device']}, commit {found[0]['commit']}"] if found else []
-    titles = ("variant", "ms", "x faster", "MiB", "memory of naive")
-    lines.append(f"{'benchmark':10}{titles[0]:20}" + "".join(f"{t:>16}" for t in titles[1:]))
+    titles = ("ms", "supervised tok/s", "against naive", "MiB", "memory of naive")
+    lines.append(f"{'benchmark':10}{'variant':20}" + "".join(f"{t:>18}" for t in titles))
     for outcome in outcomes:
         if outcome.summary is None:
             lines.append(f"{outcome.name:10}failed after {outcome.seconds:.0f} s: {outcome.error}")
             continue
         variants = outcome.summary["variants"]
-        naive = variants.get("naive", {}).get("peak_bytes")
+        naive = variants.get("naive", {})
         for name, v in variants.items():
-            peak = v.get("peak_bytes")
+            peak, most = v.get("peak_bytes"), naive.get("peak_bytes")
             cells = (
                 cell(v.get("median_s"), 1e3),
-                cell(outcome.summary["speedup"].get(name)),
+                cell(v.get(TOKENS)),
+                "" if name == "naive" else against(v, naive),
                 cell(peak, 2**-20),
-                cell(peak / naive if peak and naive else None, 100, " %"),
+                cell(peak / most if peak and most else None, 100, " %"),
             )
-            lines.append(f"{outcome.name:10}{name:20}" + "".join(f"{c:>16}" for c in cells))
-    return "\n".join(lines)
+            lines.append(f"{outcome.name:10}{name:20}" + "".join(f"{c:>18}" for c in cells))
+    note = "against naive: by supervised tokens per second where they are given, else by ms"
+    return "\n".join([*lines, note])
+
+
+def against(variant: dict, naive: dict) -> str:
+    """How fast a variant is beside naive, in words; per supervised token where both train."""
+    if variant.get(TOKENS) and naive.get(TOKENS):
+        ratio = variant[TOKENS] / naive[TOKENS]
+    elif variant.get("median_s") and naive.get("median_s"):
+        ratio = naive["median_s"] / variant["median_s"]
+    else:
+        return ""
+    text = f"{max(ratio, 1 / ratio):.3g}"
+    return "as fast" if text == "1" else f"{text}x {'faster' if ratio > 1 else 'slower'}"
 
 
 def cell(value: float | None, scale: float = 1.0, unit: str = "") -> str:

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from bwsft.commands.options import ChatOptions
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.request import check_modes, check_request
 from bwsft.decoding.result import Commit, Generation, OnCommit
 
@@ -37,16 +38,6 @@ MASK = "░"
 AGES = ("bold black on bright_green", "bright_green", "green")
 # What a model writes must not move the cursor: all control characters but tab and line feed.
 VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
-
-
-@dataclass(frozen=True)
-class ChatOptions(DecoderOptions):
-    """Talk to a model in the terminal."""
-
-    model: str | None = None
-    """Run folder, checkpoint, model folder or Hub id; default: the embedded tiny LLaDA."""
-    system: str | None = None
-    """System message that the conversation begins with."""
 
 
 def run_chat(options: ChatOptions) -> int:

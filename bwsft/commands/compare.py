@@ -11,46 +11,22 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean, median_high
-from typing import Literal, get_args
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from bwsft.decoding.config import RULES, ContextMode
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.commands.options import CompareOptions
+from bwsft.decoding.config import RULES
+from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Generation
+from bwsft.decoding.settings import ContextMode
 from bwsft.evaluation.answer_files import Output, join, read_references
 from bwsft.evaluation.math_equality import MathVerifier
 from bwsft.evaluation.pass_at_1 import score, summarize
 from bwsft.utils.files import write_atomic
 from bwsft.utils.flops import flop_counter
-
-
-@dataclass(frozen=True)
-class CompareOptions(DecoderOptions):
-    """Decode the same questions in several context modes and compare."""
-
-    modes: str = "exact,cached,prefix"
-    """Context modes, with commas; the others are compared with the first."""
-    model: str | None = None
-    """Run folder, checkpoint, model folder or Hub id; default: the embedded tiny LLaDA."""
-    data: Path | None = None
-    """Questions with references, GSM8K-, MetaMath- or MATH-shaped: a file, folder, glob or Hub
-    id."""
-    subset: str | None = None
-    """Configuration of a Hub data set in --data."""
-    split: str | None = None
-    """Split of --data where it is a Hub data set or a folder; default test."""
-    columns: str | None = None
-    """What the columns of --data are, as prompt=q,response=a; see docs/train_your_data.md."""
-    task: Literal["gsm8k", "math"] = "gsm8k"
-    """How answers are found and compared."""
-    limit: int | None = 32
-    """Use only the first so many questions."""
-    json: Path | None = None
-    """Where the comparison is written as JSON."""
 
 
 @dataclass(frozen=True)

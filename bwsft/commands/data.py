@@ -8,16 +8,15 @@ import itertools
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import plan_model, plan_tokenizer
+from bwsft.commands.options import DataCommand
 from bwsft.data import word_problems
 from bwsft.data.columns import Columns
 from bwsft.data.dataset import TokenizedSet, load_set
@@ -35,48 +34,6 @@ SHOWN = 3  # malformed records
 # Options that a run has too: under its own name, or in its group `dataset`.
 OF_RUN = ("model", "tokenizer", "mask_token", "logit_shift")
 OF_DATASET = ("subset", "split", "columns", "template", "template_args", "turns")
-
-
-def as_in_training(name: str) -> Any:
-    """An option that is also called as `bwsft train` calls it."""
-    return tyro.conf.arg(aliases=(f"--dataset.{name}",))
-
-
-@dataclass(frozen=True)
-class DataCommand:
-    """Show what training would make of a data set: columns, lengths, what is left out, an example
-    as the model sees it, and the command that trains on it. Or write its records (--out)."""
-
-    source: Annotated[str, tyro.conf.Positional]
-    """File, folder, glob or Hub id, as --data of `bwsft train`; or wordproblems-9-seed2."""
-    preset: str = "debug"
-    """Preset of the training: its model, template and block size."""
-    model: str | None = None
-    """Model folder or Hub id instead of the preset's; only config and tokenizer are read."""
-    tokenizer: str | None = None
-    """Tokenizer folder or Hub id instead of the model's own."""
-    mask_token: str | None = None
-    """[MASK] of a model that has none."""
-    logit_shift: Literal[0, 1] | None = None
-    """Of such a model: 1 if a row predicts the next token, 0 if its own."""
-    subset: Annotated[str | None, as_in_training("subset")] = None
-    """Configuration of a Hub data set; of a copy, its folder."""
-    split: Annotated[str | None, as_in_training("split")] = None
-    """Split of a Hub data set, a folder or generated problems; default train."""
-    columns: Annotated[str | None, as_in_training("columns")] = None
-    """What other columns are, as prompt=q,response=a,system=s,ignore=url."""
-    template: Annotated[
-        Literal["metamath", "chat", "none"] | None, as_in_training("template")
-    ] = None
-    """Prompt text; default: the preset's, or chat where the records are conversations."""
-    template_args: Annotated[str | None, as_in_training("template-args")] = None
-    """Arguments of the chat template, as name=value,..."""
-    turns: Annotated[Literal["last", "all"] | None, as_in_training("turns")] = None
-    """Answers of a conversation that are examples; default last."""
-    out: Path | None = None
-    """Write the records to this JSONL file, as training reads them, and show nothing."""
-    limit: int | None = None
-    """With --out: write at most this many; of generated problems, make this many (1000)."""
 
 
 def run_data(command: DataCommand) -> int:

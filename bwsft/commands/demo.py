@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,25 +19,12 @@ from rich.text import Text
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
+from bwsft.commands.options import DemoOptions
 from bwsft.commands.trace import unmasking
 from bwsft.data import word_problems
 from bwsft.decoding.result import Generation
 from bwsft.evaluation.answers import wilson
 from bwsft.evaluation.exact_match import TEST_SEED, solve
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Five minutes on two CPU cores."""
-
-    out: str | None = None
-    """Run folder of the training; default: the first free one of runs/demo, runs/demo-2, ..."""
-    steps: int = 600
-    """Optimizer updates."""
-    problems: int = 200
-    """Held-out problems that are decoded before and after."""
-    seed: int = 0
-    """Seed of the training."""
 
 
 def demo_config(options: DemoOptions) -> c.Config:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+from bwsft.commands.options import EvaluateCommand
+from bwsft.decoding.pipeline import make_decoder
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
-
-
-@dataclass(frozen=True)
-class EvaluateCommand(DecoderOptions, EvaluateOptions):
-    """Score existing outputs (--outputs), or decode with a model (--model) and score that."""
 
 
 def run_evaluate(command: EvaluateCommand) -> int:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import huggingface_hub
 import torch
@@ -27,32 +25,13 @@ from bwsft.commands.export_files import (
     write_tokenizer,
 )
 from bwsft.commands.model_card import model_card
+from bwsft.commands.options import ExportOptions
 from bwsft.models.backbone import Backbone
 from bwsft.models.families import token_rows, trained_beside
 from bwsft.models.loading import model_folder
 from bwsft.models.lora import ADAPTER
 from bwsft.models.weight_files import opened, renamed, shard_files
 from bwsft.utils.files import folder_atomic, naming
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """Write a trained model as a folder that transformers, bwsft and LLaDA's own code load."""
-
-    model: str
-    """Run folder, checkpoint or model folder; a run folder stands for its newest checkpoint."""
-    out: Path
-    """Folder to write; it must not exist."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the stored weights; default: that of the base model for an adapter (merged in
-    float32, rounded once), and that of the checkpoint otherwise."""
-    shard_size: str = "5GB"
-    """Largest file of weights, in KB, MB, GB or TB; a smaller model is one file."""
-    push: str | None = None
-    """ORG/NAME of a repository on the Hugging Face Hub to upload the folder to; it is made if it
-    does not exist."""
-    private: bool = False
-    """Make that repository a private one."""
 
 
 def run_export(options: ExportOptions) -> int:

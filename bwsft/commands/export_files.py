@@ -14,18 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from bwsft.checkpoints.folders import save_tokenizer
 from bwsft.checkpoints.resolve import TINY, Trained, adapter_base, locate
-from bwsft.data.tokenizer import load_tokenizer
-from bwsft.utils import strict_json
+from bwsft.data.tokenizer import CONFIG, TOKENIZER_FILES, load_tokenizer
+from bwsft.utils import hub, strict_json
 
-CONFIG = "tokenizer_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 # Of a tokenizer_config.json: names of transformers 5 alone.
 NEW_CLASS, NEW_FIELDS = "TokenizersBackend", ("backend", "is_local", "local_files_only")
 TINY_NAME = "the tiny LLaDA that ships with bwsft"
@@ -101,8 +94,8 @@ def tokenizer_folder(origin: str) -> Path | None:
     if not is_hub_id(origin):
         return None
     try:
-        return Path(snapshot_download(origin, allow_patterns=list(TOKENIZER_FILES)))
-    except (OSError, ValueError):
+        return hub.snapshot(origin, TOKENIZER_FILES)
+    except FileNotFoundError:
         return None
 
 

@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
+from bwsft.commands.options import GenerateOptions
 from bwsft.data.chat_template import Prompt
 from bwsft.data.columns import Columns
 from bwsft.data.file_formats import FORMATS, format_of
 from bwsft.data.records import question
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.pipeline import Decoder
 from bwsft.evaluation.answer_files import read_records, read_text
 from bwsft.utils import lines
-
-
-@dataclass(frozen=True)
-class GenerateOptions(DecoderOptions):
-    """Answer one prompt, or every prompt of a file."""
-
-    model: str | None = None
-    """Run folder, checkpoint, model folder or Hub id; default: the embedded tiny LLaDA."""
-    prompt: str | None = None
-    """One prompt; its answer is printed."""
-    prompts: Path | None = None
-    """Records as for training (answers are not read): a JSONL, JSON, CSV, TSV or Parquet file, a
-    folder, glob or Hub id; any other file is read as text with one prompt per line."""
-    subset: str | None = None
-    """Configuration of a Hub data set in --prompts."""
-    split: str | None = None
-    """Split of --prompts where it is a Hub data set or a folder; default test."""
-    columns: str | None = None
-    """What the columns of --prompts are, as prompt=q,system=s; see docs/train_your_data.md."""
-    out: Path | None = None
-    """JSONL of answers, one line per prompt in the order of the prompts, written as they come."""
-    resume: bool = False
-    """Go on with an --out file that an earlier, interrupted call began."""
-    trace: Path | None = None
-    """JSONL with step, position, token and confidence of every commitment, a line per prompt."""
 
 
 def run_generate(options: GenerateOptions) -> int:

@@ -114,7 +114,8 @@ bwsft generate --model {shlex.quote(name)} --prompt "How many eggs are in 4 bags
 ```
 
 ```python
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.settings import DecoderOptions
 
 decoder = Decoder.load({json.dumps(name)}, DecoderOptions())
 for answer in decoder.answers(decoder.encode(["How many eggs are in 4 bags of 9?"])):

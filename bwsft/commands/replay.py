@@ -9,15 +9,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from bwsft import config as c
 from bwsft.checkpoints.folders import newest_complete
+from bwsft.commands.options import ReplayOptions
 from bwsft.data.packing import Batch
 from bwsft.models.backbone import trainable
 from bwsft.models.loading import load_backbone
@@ -28,16 +27,6 @@ from bwsft.training.trainer import Run, seed_dropout
 from bwsft.utils import config_check, strict_json
 
 SHOWN = 5  # parameters in the table
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    """Run the sequences that a run kept when something was wrong with them."""
-
-    folder: Annotated[Path, tyro.conf.Positional]
-    """RUN/repro/step-N."""
-    device: str = "auto"
-    """auto: a CUDA device if there is one, else the CPU."""
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,16 @@ earlier one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
+from bwsft.commands.options import TraceOptions
 from bwsft.evaluation.answer_files import read_records
 
 LARGEST = 100_000  # positions or steps of a trace
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """Draw how an answer was unmasked."""
-
-    file: Annotated[Path, tyro.conf.Positional]
-    """JSONL that `bwsft generate --trace FILE` wrote."""
-    line: int = 1
-    """Which answer of the file."""
-    png: Path | None = None
-    """Heat map of position x step, colored by confidence."""
 
 
 def run_trace(options: TraceOptions) -> int:

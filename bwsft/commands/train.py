@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,16 @@ from typing import Any
 import tyro
 
 from bwsft import config as c
+from bwsft.commands.train_flags import show_all, show_common, spelled
 from bwsft.data import word_problems
 from bwsft.presets import PRESETS, for_own_data
 from bwsft.utils import config_file
-from bwsft.utils.strict_json import read_text
+from bwsft.utils.spelling import meant
 
-OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}  # old spelling
 RUN_CONFIG = "config.json"
-ABOUT = """Fine-tune. PRESET --help lists the settings, each of them a flag. --config FILE takes
-settings from a YAML or JSON file (which may name the preset, as preset: debug), or from the
-config.json of a run; PRESET --print-config writes such a file."""
+ABOUT = """Fine-tune from a preset's settings. --config FILE takes settings from a YAML or JSON
+file (which may name the preset, as preset: debug), or from the config.json of a run; PRESET
+--print-config writes such a file. --resume RUN needs no preset."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +36,23 @@ class TrainFlags(c.Config):
 def parse_train(argv: list[str]) -> c.Config:
     """Config of `bwsft train [PRESET] [--config FILE] [--overrides]`.
 
-    With --resume of a started run its stored config is the default, so that the other flags need
-    not be said again. SystemExit after --help and --print-config.
+    With --resume of a started run its stored config is the default, so that preset and flags need
+    not be said again. SystemExit after --help, --help-all and --print-config.
     """
-    argv, path = take(with_new_flags(argv), "--config")
+    argv, path = take(spelled(argv), "--config")
+    words = argv[1:] if argv and not argv[0].startswith("-") else argv
     settings = {} if path is None else read_settings(Path(path))
-    if path is not None:
-        line = [word for word in argv[:1] if not word.startswith("-")]
-        argv = [named_preset(line, settings, path), *argv[len(line) :]]
-    defaults = {name: make() for name, make in PRESETS.items()}
-    stored = stored_config(take(argv, "--resume")[1] or settings.get("resume"))
-    data = take(argv, "--data")[1] or settings.get("data")
-    if stored is None and data and word_problems.named(data) is None:
-        defaults = {name: for_own_data(config) for name, config in defaults.items()}
-    if stored is not None and stored.preset in defaults:
-        defaults[stored.preset] = dataclasses.replace(stored, out=None)
-    if path is not None:
-        defaults[argv[0]] = config_file.update(defaults[argv[0]], settings, path)
-    presets = {
-        name: (PRESETS[name].__doc__ or "", TrainFlags(**vars(config), config=path))
-        for name, config in defaults.items()
-    }
-    flags = tyro.extras.overridable_config_cli(
-        presets, args=argv, prog="bwsft train", description=ABOUT
-    )
+    base = starting_point(argv[: len(argv) - len(words)], words, settings, path)
+    if "--help-all" in words:
+        show_all(TrainFlags(**vars(base), config=path), about(base))
+    if {"-h", "--help"} & set(words):
+        show_common(base, about(base))
+    if take(words, "--steps")[1] is not None:
+        if take(words, "--epochs")[1] is not None:
+            raise ValueError("--steps and --epochs both say how long to train: leave one out")
+        base = dataclasses.replace(base, epochs=None)  # flags win over a file
+    base = TrainFlags(**vars(base), config=path)
+    flags = tyro.cli(TrainFlags, default=base, args=words, prog="bwsft train")
     names = [field.name for field in dataclasses.fields(c.Config)]
     config = c.Config(**{name: getattr(flags, name) for name in names})
     c.validate(config)
@@ -69,6 +60,55 @@ def parse_train(argv: list[str]) -> c.Config:
         print(config_file.text(config), end="")
         raise SystemExit(0)
     return config
+
+
+def starting_point(
+    line: list[str], words: list[str], settings: dict[str, Any], path: str | None
+) -> c.Config:
+    """The settings that the flags `words` change: those of the preset (that `line` holds, in one
+    word or none), the file at `path` or the run to go on with."""
+    run = take(words, "--resume")[1] or settings.get("resume")
+    stored = c.stored(Path(run)) if isinstance(run, str) else None
+    if path is not None and (stored is None or line or "preset" in settings):
+        line = [named_preset(line, settings, path)]
+    elif stored is None and not line and {"-h", "--help", "--help-all"} & set(words):
+        return dataclasses.replace(PRESETS["llada-8b-lora"](), preset="")
+    elif stored is None or line:
+        line = [known_preset(line, run)]
+    if stored is not None and line in ([], [stored.preset]):
+        base = dataclasses.replace(stored, out=None)
+    else:
+        base = PRESETS[line[0]]()
+        data = take(words, "--data")[1] or settings.get("data")
+        if data and word_problems.named(data) is None:
+            base = for_own_data(base)
+    if path is None:
+        return base
+    if settings.get("epochs") is not None and "steps" in settings:
+        raise ValueError(f"{path}: steps and epochs both say how long to train: leave one out")
+    return config_file.update(base, settings, path)
+
+
+def known_preset(line: list[str], run: str | None) -> str:
+    """The preset in `line`. ValueError if there is none, or an unknown one."""
+    if not line:
+        why = f"{run} has no config.json yet: " if run else ""
+        raise ValueError(
+            f"{why}name a preset ({', '.join(PRESETS)}), --config FILE or the run of --resume RUN"
+        )
+    if line[0] not in PRESETS:
+        hint = meant(line[0], PRESETS)
+        raise ValueError(f"unknown preset {line[0]:.80}, none of {', '.join(PRESETS)}{hint}")
+    return line[0]
+
+
+def about(base: c.Config) -> str:
+    """The text above the flags; without a preset, the presets."""
+    if base.preset:
+        return ABOUT
+    docs = {name: " ".join((make.__doc__ or "").split()) for name, make in PRESETS.items()}
+    lines = [f"  {name}: {doc}" for name, doc in docs.items()]
+    return "\n".join([ABOUT, "", "Presets:", *lines, "", "The values below are llada-8b-lora's."])
 
 
 def take(argv: list[str], flag: str) -> tuple[list[str], str | None]:
@@ -103,27 +143,8 @@ def named_preset(line: list[str], settings: dict[str, Any], path: str) -> str:
     if preset is None:
         raise ValueError(f"{path} names no preset: add one of {', '.join(PRESETS)} as preset:")
     if not isinstance(preset, str) or preset not in PRESETS:
-        close = difflib.get_close_matches(str(preset), PRESETS, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = meant(str(preset), PRESETS)
         raise ValueError(f"{path}: preset is none of {', '.join(PRESETS)}{hint}")
     if line not in ([], [preset]):
         raise ValueError(f"{path} starts from preset {preset}, the command line from {line[0]}")
     return preset
-
-
-def with_new_flags(argv: list[str]) -> list[str]:
-    """The words of a command line with a flag's name of today for an older one, which a line on
-    stderr names."""
-    words = list(argv)
-    for i, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if (now := OLD_FLAGS.get(flag)) is not None:
-            print(f"{flag} is called {now} now", file=sys.stderr)
-            words[i] = now + equals + value
-    return words
-
-
-def stored_config(folder: Any) -> c.Config | None:
-    """The config of a run that was started in `folder`."""
-    path = Path(folder) / RUN_CONFIG if isinstance(folder, str) else None
-    return c.from_json(read_text(path), str(path)) if path and path.exists() else None

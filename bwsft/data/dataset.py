@@ -97,6 +97,12 @@ class TokenizedSet:
         return "\n".join([head, *dropped, *skipped, *lengths, share])
 
 
+def cache_folder(chosen: str | Path | None) -> Path:
+    """Folder of tokenized sets: the one that is asked for, $BWSFT_CACHE or ~/.cache/bwsft."""
+    usual = os.environ.get("BWSFT_CACHE") or Path.home() / ".cache" / "bwsft"
+    return Path(chosen or usual).expanduser()
+
+
 def load_set(
     source: Any, tokenizer: Any, options: DataOptions | None = None,
     cache_dir: str | Path | None = None,
@@ -112,9 +118,8 @@ def load_set(
     template = Template(tokenizer, options.template, options.template_args)
     path = None
     if opened.digest is not None:
-        folder = cache_dir or os.environ.get("BWSFT_CACHE") or Path.home() / ".cache" / "bwsft"
         key = _cache_key(opened.digest, tokenizer_module.tokenizer_digest(tokenizer), options)
-        path = Path(folder).expanduser() / f"{key}.safetensors"
+        path = cache_folder(cache_dir) / f"{key}.safetensors"
     whole = token_cache.load(path) if path else None
     if whole is None:
         whole = _tokenize(opened, template, options)

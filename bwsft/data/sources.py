@@ -18,6 +18,7 @@ from typing import Any
 from bwsft.data import file_formats, splits
 from bwsft.data.file_formats import FORMATS, Row, format_of, places
 from bwsft.data.splits import SPLIT, SUBSET
+from bwsft.utils import hub
 
 HUB_ID = r"[\w.-]+/[\w.-]+"
 
@@ -131,30 +132,18 @@ def _open_folder(
 
 def _open_hub(name: str, subset: str | None, split: str) -> Source:
     import datasets
+    from huggingface_hub import constants
 
     options = {"name": subset} if subset else {}
     try:
-        _look_for(name)
+        if not constants.HF_HUB_OFFLINE and hub.no_network():
+            raise ConnectionError  # `datasets` would try for half a minute
         table = datasets.load_dataset(name, split=split, **options)
     except Exception as error:  # datasets, pyarrow, pandas and the network raise many kinds
         what = f"can't read {name} (no such file, so taken as a Hub id)"
         raise ValueError(f"{what}: {_reason(error)}") from error
     digest = f"hub:{name}:{table._fingerprint}"
     return Source(name, digest, len(table), lambda: places(table, f"{name} ({split})"))
-
-
-def _look_for(name: str) -> None:
-    """ConnectionError if the Hub can't be reached: `datasets` would try for half a minute."""
-    from huggingface_hub import HfApi, constants, errors
-
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        HfApi().dataset_info(name, timeout=10)
-    except errors.HfHubHTTPError:
-        pass  # the Hub can be reached, and load_dataset says what is wrong
-    except Exception as error:
-        raise ConnectionError(f"Couldn't reach the Hub ({type(error).__name__})") from error
 
 
 def _reason(error: Exception) -> str:
@@ -171,12 +160,7 @@ def _reason(error: Exception) -> str:
     if "instruction format" in text:
         return f"its split must be like train or train[:100]: {SPLIT}"
     if isinstance(error, ConnectionError):
-        from huggingface_hub import constants
-
-        offline = constants.HF_HUB_OFFLINE
-        why = "HF_HUB_OFFLINE is set and it was not downloaded before" if offline else (
-            "the Hub can't be reached (HF_HUB_OFFLINE=1 reads what was downloaded before)"
-        )  # fmt: skip
+        why = hub.no_network() or "the Hub has failed to answer"
         return f"{why}; a local file or folder can be given instead"
     return text.split("\n")[0][:300]
 

@@ -11,8 +11,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bwsft.utils import hub
 from bwsft.utils.strict_json import check_regular
 
+CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+BESIDE = ("config.json", "additional_chat_templates/*")
 MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
 # Tokenizers that are Qwen's, whatever their class is called (and whatever code comes with it).
 QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
@@ -27,7 +34,6 @@ def load_tokenizer(path: str | Path) -> Any:
     well-known one of its special tokens, with a warning.
     """
     folder = Path(path).expanduser()
-    name = str(folder if folder.is_dir() else path)
     files = ("tokenizer.json",), ("vocab.json", "merges.txt")
     if folder.is_dir():
         if not any(all((folder / f).exists() for f in some) for some in files):
@@ -37,12 +43,16 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ValueError(f"tokenizer folder {path} doesn't exist")
     elif folder.is_file():
         raise ValueError(f"{path} is a file; give the folder that holds tokenizer.json")
+    else:
+        try:
+            folder = hub.snapshot(str(path), (*TOKENIZER_FILES, *BESIDE))
+        except FileNotFoundError as error:
+            raise ValueError(f"tokenizer {error}") from error
     try:
-        tokenizer = _read_tokenizer(name)
-    except Exception as error:  # tokenizers raises bare Exception, the hub a family of its own
+        tokenizer = _read_tokenizer(str(folder))
+    except Exception as error:  # tokenizers raises bare Exception
         reason = str(error).strip().split("\n")[0]
-        what = path if folder.is_dir() else f"{path} (no such folder, so taken as a Hub id)"
-        raise ValueError(f"can't load a tokenizer from {what}: {reason}") from error
+        raise ValueError(f"can't load a tokenizer from {path}: {reason}") from error
     if not isinstance(tokenizer.model_max_length, int | float):
         raise ValueError(f"tokenizer {path}: model_max_length is no number; fix its config")
     if tokenizer.eos_token_id is None:

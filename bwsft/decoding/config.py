@@ -1,16 +1,17 @@
-"""How a canvas is filled: the settings of decoding, and the list of the transfer rules."""
+"""How a canvas is filled: checked settings of decoding, and the list of the transfer rules."""
 
 from __future__ import annotations
 
 import functools
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from bwsft.decoding.adaptive_parallel import AdaptiveParallel
 from bwsft.decoding.dynamic import Entropy, Factor, Threshold
 from bwsft.decoding.revising import Edit, Rcr, Routed
 from bwsft.decoding.rules import FirstHitting, Quota, Rule
+from bwsft.decoding.settings import ContextMode, DecodeSettings, Order, Revise, Schedule
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
@@ -18,71 +19,6 @@ RULES: dict[str, type[Rule]] = {
         Quota, Threshold, Factor, Entropy, FirstHitting, Routed, Rcr, Edit, AdaptiveParallel
     )
 }  # fmt: skip
-RuleName = Literal[tuple(RULES)]
-ContextMode = Literal["exact", "cached", "prefix", "block_causal"]
-Schedule = Literal["linear", "cosine"]
-Revise = Literal["never", "cond", "uncond"]
-Order = Literal["confidence", "margin", "entropy", "random", "left"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeSettings:
-    """What a user may say of decoding; the options of a rule (bwsft/decoding/rules.py and those
-    after it) are None where the rule's default holds."""
-
-    gen_length: int | None = None
-    """Response positions of the canvas; default: the model's training, else 128."""
-    block_size: int | None = None
-    """Tokens in a block; default: the model's training, else 32."""
-    context: ContextMode | None = None
-    """Context mode; default: the one the model was trained in, exact for a foreign model."""
-    refresh: int = 0
-    """Recompute the context of a block every so many steps (cached, prefix); 0: on entering it."""
-    steps: int | None = None
-    """Denoising steps for the whole canvas; default: one per token. Rules with planned steps."""
-    rule: RuleName = "quota"
-    """Which tokens a step commits (docs/decoders.md): an even share, all that the model is sure
-    of, ..."""
-    threshold: float | None = None
-    """Rules threshold, edit: least confidence; default 0.9."""
-    factor: float | None = None
-    """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
-    entropy_bound: float | None = None
-    """Rule entropy: sum of the committed tokens' entropies in nats; default 0.35."""
-    clip: tuple[float, float] | None = None
-    """Rule first_hitting: mask rates that the model was trained with; default: one token a step."""
-    schedule: Schedule | None = None
-    """Rule routed: share of [MASK]s after each step; default linear."""
-    revise: Revise | None = None
-    """Rule routed: whether committed tokens may become [MASK] again; default never."""
-    order_noise: float | None = None
-    """Rule routed: Gumbel noise on the order of the tokens, times this; default 0."""
-    edit_threshold: float | None = None
-    """Rule edit: least confidence for replacing a token; default 0.9."""
-    post_steps: int | None = None
-    """Rule edit: most steps of a block after its last [MASK]; default 16."""
-    mixture: float | None = None
-    """Rule apd: weight R of the model's logits, the verifier has the rest; default 0.7."""
-    lookahead: int | None = None
-    """Rule apd: positions M that are drafted in a step; default 100."""
-    kv_window: int | None = None
-    """Rule apd: a step computes the last draft and W - 1 positions before it anew; default: all."""
-    order: Order | None = None
-    """Which tokens go first; default: confidence, under rule entropy entropy."""
-    cfg_scale: float = 0.0
-    """Classifier-free guidance away from the answer without a prompt (exact); twice the cost."""
-    min_length: int = 0
-    """No end token before so many tokens."""
-    suffix: int | Literal["all", "absent"] = "all"
-    """[MASK] positions after the active block that the model sees (exact, prefix)."""
-    temperature: float = 0.0
-    """0: the most probable token at every step; above: samples."""
-    seed: int = 0
-    """Seed of the samples; an answer does not depend on batch size or on the other prompts."""
-    batch_size: int = 8
-    """Prompts decoded together."""
-    graphs: bool = False
-    """CUDA: launch each forward of a step as one recorded graph."""
 
 
 @dataclass(frozen=True)

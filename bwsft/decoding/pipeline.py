@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -17,10 +17,11 @@ from tqdm import tqdm
 from bwsft.checkpoints.resolve import Trained, load_trained
 from bwsft.data.chat_template import Prompt, Template
 from bwsft.data.tokenizer import load_tokenizer
-from bwsft.decoding.config import DecodeConfig, DecodeSettings
+from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import decode_stream
 from bwsft.decoding.request import check_request
 from bwsft.decoding.result import Decode, Decoded, Generation
+from bwsft.decoding.settings import DecoderOptions, DecodeSettings
 from bwsft.models.backbone import Backbone, check_context
 
 if TYPE_CHECKING:  # it needs transformers, and most rules do without
@@ -28,26 +29,6 @@ if TYPE_CHECKING:  # it needs transformers, and most rules do without
 
 FROM_TRAINING = ("gen_length", "block_size", "context")
 NEED_CONTEXT = ("refresh", "cfg_scale", "suffix")
-
-
-@dataclass(frozen=True)
-class DecoderOptions(DecodeSettings):
-    """How a model decodes; what is left out comes from its training."""
-
-    tokenizer: str | None = None
-    """Tokenizer folder or Hub id; default: the model's own."""
-    template: Literal["metamath", "chat", "none"] | None = None
-    """Text around a prompt; default: what the model was trained with, else metamath."""
-    template_args: str | None = None
-    """Arguments of the chat template, as name=value,...; default: those of the training."""
-    verifier: str | None = None
-    """Rule apd: folder or Hub id of a causal LM with the model's vocabulary."""
-    fused_ops: Literal["auto", "on", "off"] = "auto"
-    """Norms, rotary embedding and SwiGLU of the native LLaDA in one kernel each; auto: on CUDA."""
-    device: str = "auto"
-    """auto: a CUDA device if there is one, else the CPU."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU."""
 
 
 def make_decoder(model: str | None, options: DecoderOptions) -> Decode:

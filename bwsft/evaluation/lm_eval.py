@@ -20,7 +20,8 @@ import torch
 from bwsft.data.chat_template import Template
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.generation_kwargs import decoding_of
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
 

@@ -110,7 +110,8 @@ def solved(trained: Trained, config: c.Config, tests: TestSet) -> dict:
 
 def answers(task: str, source: str | None, config: c.Config, tests: TestSet, stem: Path) -> dict:
     """Pass@1 on an answer file at fixed decoder settings: greedy, one token a step."""
-    from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+    from bwsft.decoding.pipeline import make_decoder
+    from bwsft.decoding.settings import DecoderOptions
     from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
     file = getattr(tests, task)

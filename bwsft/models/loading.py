@@ -25,7 +25,7 @@ from bwsft.models.families import (
     wrap,
 )
 from bwsft.models.weight_files import Shapes, check_tensors, read_json, stored_shapes
-from bwsft.utils import strict_json
+from bwsft.utils import hub, strict_json
 
 
 def load_backbone(
@@ -148,15 +148,7 @@ def model_folder(path: str | Path) -> Path:
     looks_like_repository = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
     if not looks_like_repository or folder.exists():
         raise FileNotFoundError(f"{path} is not a folder: give a model folder or a repository id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"{path} is neither a folder here nor a repository that could be downloaded "
-            f"({type(error).__name__})"
-        ) from error
+    return hub.snapshot(str(path), ["*.json", "*.safetensors"])
 
 
 def _family(folder: Path, config: PreTrainedConfig) -> Family:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from bwsft.training.distributed import World
 from bwsft.training.trackers import Logs
 from bwsft.utils.devices import device_name
 from bwsft.utils.files import folder_atomic, write_atomic
-from bwsft.utils.strict_json import read_text
 
 if TYPE_CHECKING:
     from bwsft.training.trainer import Run
@@ -36,7 +36,8 @@ FREE_ON_RESUME = set(
     "out resume save_every keep_last grad_checkpointing fused_ops micro_batch_size device parallel "
     "profile trackers watch.spike_factor watch.spike_norm_factor watch.spike_action "
     "watch.spike_window eval.every eval.draws dataset.cache_dir "
-    "data dataset.subset dataset.split".split()  # moved; the records must be the same
+    "data dataset.subset dataset.split "  # moved; the records must be the same
+    "steps epochs".split()  # a longer or shorter run, which bwsft/training/length.py announces
 )
 
 
@@ -57,12 +58,10 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
             )
         return folder, None
     stored = folder / "config.json"
-    if stored.exists():
-        refuse_changes(read_text(stored), config, stored)
-    elif folder.exists() and (
-        # A writer that was killed at once leaves hidden files at most.
-        not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir())
-    ):
+    if (started := c.stored(folder)) is not None:
+        refuse_changes(started, config, stored)
+    # A writer that was killed at once leaves hidden files at most.
+    elif not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()):
         raise ValueError(f"--resume {folder}: this is not a run folder, it has no config.json")
     checkpoint, skipped = newest_complete(folder)
     for fault in skipped:
@@ -71,18 +70,25 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
         print(f"{folder} has no complete checkpoint: starting at step 0")
     else:
         state = read_state(checkpoint)
-        refuse_changes(json.dumps(state["config"]), config, checkpoint)
+        written = c.from_json(json.dumps(state["config"]), str(checkpoint))
+        refuse_changes(written, config, checkpoint)
         print(f"resuming from {checkpoint}")
         if (writer := state.get("versions", {}).get("torch")) != folders.versions()["torch"]:
             print(f"  torch is no longer {writer}: losses may differ in their last bits")
+        before, now = state.get("threads"), torch.get_num_threads()
+        if state.get("device") == "cpu" and before not in (None, now):
+            print(
+                f"  threads {before} -> {now}: losses may differ in their last bits "
+                f"(OMP_NUM_THREADS={before} keeps them)"
+            )
     return folder, checkpoint
 
 
-def refuse_changes(stored: str, now: c.Config, where: Path) -> None:
+def refuse_changes(stored: c.Config, now: c.Config, where: Path) -> None:
     """Raise ValueError unless `now` differs from the config stored `where` in free fields only."""
     changed = [
         line
-        for line in c.differences(c.from_json(stored, str(where)), now)
+        for line in c.differences(stored, now)
         if line.split(":")[0] not in FREE_ON_RESUME
     ]
     if changed:
@@ -123,6 +129,7 @@ class RunFiles:
                 if (value := getattr(run.config, name)) and Path(value).exists()
             ],
             "device": device_name(run.device),
+            "threads": torch.get_num_threads(),
         }
         model = run.backbone, self.tokenizer, run.optimizer
         path = save_checkpoint(self.folder, done, *model, state, whole)

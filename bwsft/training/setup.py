@@ -29,6 +29,7 @@ from bwsft.objectives.rdm import Rdm
 from bwsft.objectives.soft_masked import SoftMasked
 from bwsft.objectives.two_step import TwoStep
 from bwsft.presets import PRESETS, is_for_a_gpu
+from bwsft.training import length
 from bwsft.training.context_modes import check_trainable, make_mode
 from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
@@ -146,6 +147,10 @@ def setup(
     with world.main_first():
         config = follow_data(config, tokenizer, family)
         data = plan_data(config, tokenizer, family)
+    config = length.in_steps(config, data.epoch)
+    first = 0 if checkpoint is None else step_of(checkpoint)
+    if config.resume is not None:
+        length.announce(config, c.stored(folder), first)
     fingerprint = data.examples.fingerprint
     if checkpoint is not None and read_state(checkpoint)["data"] != fingerprint:
         raise ValueError(
@@ -158,7 +163,6 @@ def setup(
     backbone.family = family
     world.wrap(backbone)
     objective = OBJECTIVES[config.objective.name].of(config, family, data.responses())
-    first = 0 if checkpoint is None else step_of(checkpoint)
     log = folder / "metrics.jsonl"
     done = [line for line in read_log(log) if line["step"] <= first]
     history = {name: column(log, done, name) for name in SpikeGuard.NAMES}
@@ -190,8 +194,10 @@ def build_backbone(
         backbone = plan.build(device)
     own_memory(backbone)
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "config.json").exists():
-        write_atomic(folder / "config.json", c.to_json(config))
+    stored = c.stored(folder)
+    if stored is None or (config.resume is not None and stored.steps != config.steps):
+        kept = dataclasses.replace(stored or config, steps=config.steps)
+        write_atomic(folder / "config.json", c.to_json(kept))
     if adapted:
         if plan.is_random and not Path(plan.base).is_dir():
             with folder_atomic(Path(plan.base)) as part:

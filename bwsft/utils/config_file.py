@@ -119,6 +119,17 @@ def text(config: Any, indent: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
+def described(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(name with dots, annotation, docstring) of every setting."""
+    hints, docs = typing.get_type_hints(type(config)), _docs(type(config))
+    for field in dataclasses.fields(config):
+        value, path = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from described(value, f"{path}.")
+        else:
+            yield path, hints[field.name], docs.get(field.name, "")
+
+
 def _paths(tree: dict, where: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if not isinstance(key, str):

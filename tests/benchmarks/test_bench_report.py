@@ -9,6 +9,7 @@ import report
 from lib import figures
 
 from bwsft.commands import bench as bench_command
+from bwsft.commands.options import BenchOptions
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -99,12 +100,25 @@ def test_bench_prints_one_table(monkeypatch, tmp_path, capsys):
     (tmp_path / "lib/harness.py").touch()
     (tmp_path / "bench_loss.py").write_text(BENCH)
     (tmp_path / "bench_mask.py").write_text("raise SystemExit('the check failed: labels')")
-    assert bench_command.run_bench(bench_command.BenchOptions(only=("loss", "mask"))) == 1
+    assert bench_command.run_bench(BenchOptions(only=("loss", "mask"))) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "cpu, commit abc"
-    assert lines[3].split() == ["loss", "own", "500", "4", "1", "25", "%"]
+    assert lines[3].split() == ["loss", "own", "500", "4x", "faster", "1", "25", "%"]
     assert "mask" in lines[4] and "the check failed: labels" in lines[4]
-    assert bench_command.run_bench(bench_command.BenchOptions(only=("loss",))) == 0
+    assert bench_command.run_bench(BenchOptions(only=("loss",))) == 0
+
+
+def test_bench_says_what_is_slower_and_counts_supervised_tokens():
+    naive = {"median_s": 2.0, "supervised_tokens_per_s": 100.0}
+    other = {"median_s": 2.5, "supervised_tokens_per_s": 400.0}  # a longer step of more tokens
+    assert bench_command.against(other, naive) == "4x faster"
+    del other["supervised_tokens_per_s"]
+    assert bench_command.against(other, naive) == "1.25x slower"
+    assert bench_command.against({"median_s": 2.001}, naive) == "as fast"
+    assert bench_command.against({"flops": 1}, naive) == ""
+    summary = {"device": "cpu", "commit": "c", "variants": {"naive": naive}}
+    row = bench_command.table([bench_command.Outcome("step", 1.0, summary)]).split("\n")[2]
+    assert row.split() == ["step", "naive", "2,000", "100"]
 
 
 def test_bench_without_a_checkout(monkeypatch, tmp_path, capsys):
@@ -118,4 +132,4 @@ def test_bench_without_a_checkout(monkeypatch, tmp_path, capsys):
 def test_bench_names_every_quick_benchmark():
     assert bench_command.FOLDER == BENCHMARKS
     files = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
-    assert set(bench_command.QUICK) == files
+    assert set(BenchOptions.only) == files

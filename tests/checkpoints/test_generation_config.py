@@ -13,7 +13,8 @@ from bwsft import presets
 from bwsft.checkpoints import generation_config as g
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.decoding.config import DecodeConfig
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.models.loading import load_backbone
 
 OLD_RUN = Path(__file__).with_name("written_before") / "run"

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from bwsft.cli import main
 from bwsft.commands import chat
-from bwsft.commands.chat import ChatOptions, Conversation, Picture, Terminal, talk, whole_lines
+from bwsft.commands.chat import Conversation, Picture, Terminal, talk, whole_lines
+from bwsft.commands.options import ChatOptions
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder

@@ -6,8 +6,9 @@ import pytest
 
 from bwsft.cli import main
 from bwsft.commands.compare import agreement, divergence
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Commit, Generation
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 from bwsft.utils.flops import flop_counter
 

@@ -7,8 +7,10 @@ import pytest
 
 from bwsft.cli import main
 from bwsft.commands import evaluate as evaluate_command
-from bwsft.commands.evaluate import EvaluateCommand, run_evaluate
-from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+from bwsft.commands.evaluate import run_evaluate
+from bwsft.commands.options import EvaluateCommand
+from bwsft.decoding.pipeline import make_decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
 

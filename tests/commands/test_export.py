@@ -18,7 +18,8 @@ from bwsft.checkpoints import shards
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.checkpoints.shards import read_rows
 from bwsft.commands import export
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
+from bwsft.commands.options import ExportOptions
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone
@@ -355,7 +356,8 @@ def test_other_adapters_are_refused(adapter, tmp_path, field, value):
 MEASURE = """
 import ctypes, sys
 from pathlib import Path
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
+from bwsft.commands.options import ExportOptions
 
 def resident(which):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -17,7 +17,8 @@ from tiny_tokenizer import byte_tokenizer
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
+from bwsft.commands.options import ExportOptions
 from bwsft.data.tokenizer import add_mask_token, load_tokenizer
 from bwsft.models.dream_sdar import DreamConfig, SdarConfig
 from bwsft.models.llada_config import LladaConfig

@@ -18,7 +18,8 @@ from transformers import (
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
+from bwsft.commands.options import ExportOptions
 from bwsft.models.loading import load_backbone
 
 LORA = c.LoraConfig(rank=3, alpha=7.0, dropout=0.1)

@@ -12,10 +12,12 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands import export_files as x
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
 from bwsft.commands.model_card import model_card
+from bwsft.commands.options import ExportOptions
 from bwsft.data.tokenizer import add_mask_token, load_tokenizer
 from bwsft.models.loading import load_backbone
+from bwsft.utils import hub
 
 NAMES = {"AutoConfig": "configuration_llada.C", "AutoModel": "modeling_llada.M"}
 
@@ -125,12 +127,12 @@ def test_code_on_the_hub_is_named_with_its_repository():
 def test_files_on_the_hub_are_those_of_its_snapshot(run, tmp_path, monkeypatch, tokenizer_folder):
     (tmp_path / "base" / "vocab.json").write_text("{}")  # the snapshot has none
 
-    def snapshot(origin, allow_patterns):
-        assert origin == "some/words" and "tokenizer.json" in allow_patterns
-        return str(tokenizer_folder)
+    def snapshot(origin, patterns):
+        assert origin == "some/words" and "tokenizer.json" in patterns
+        return tokenizer_folder
 
     trained = load_trained(str(run()))
-    monkeypatch.setattr(x, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot", snapshot)
     (tmp_path / "out").mkdir()
     x.write_tokenizer(trained, "some/words", tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
@@ -138,9 +140,9 @@ def test_files_on_the_hub_are_those_of_its_snapshot(run, tmp_path, monkeypatch, 
     }
 
     def gone(*_, **__):
-        raise OSError("offline")
+        raise FileNotFoundError("offline")
 
-    monkeypatch.setattr(x, "snapshot_download", gone)
+    monkeypatch.setattr(hub, "snapshot", gone)
     (tmp_path / "own").mkdir()
     x.write_tokenizer(trained, "some/words", tmp_path / "own")
     assert x.same(load_tokenizer(tmp_path / "own"), trained.tokenizer)

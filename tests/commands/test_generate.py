@@ -15,14 +15,16 @@ from bwsft.checkpoints.folders import save_checkpoint
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
 from bwsft.commands import generate as infer
-from bwsft.commands.generate import GenerateOptions, run_generate
+from bwsft.commands.generate import run_generate
+from bwsft.commands.options import GenerateOptions
 from bwsft.data.chat_template import Template
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding import pipeline as decoder
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+from bwsft.decoding.pipeline import make_decoder
 from bwsft.decoding.result import Generation
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone

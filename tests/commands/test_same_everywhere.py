@@ -15,13 +15,21 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.commands.chat import Conversation
-from bwsft.commands.compare import CompareOptions, run_compare
-from bwsft.commands.evaluate import EvaluateCommand, run_evaluate
-from bwsft.commands.export import ExportOptions, run_export
-from bwsft.commands.generate import GenerateOptions, run_generate
-from bwsft.commands.report.samples import SampleOptions, decode_samples
+from bwsft.commands.compare import run_compare
+from bwsft.commands.evaluate import run_evaluate
+from bwsft.commands.export import run_export
+from bwsft.commands.generate import run_generate
+from bwsft.commands.options import (
+    CompareOptions,
+    EvaluateCommand,
+    ExportOptions,
+    GenerateOptions,
+    SampleOptions,
+)
+from bwsft.commands.report.samples import decode_samples
 from bwsft.data import word_problems
-from bwsft.decoding.pipeline import Decoder, DecoderOptions, make_decoder
+from bwsft.decoding.pipeline import Decoder, make_decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.training.setup import train
 
 COUNT = 8

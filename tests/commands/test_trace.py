@@ -7,7 +7,8 @@ import jsonl
 import pytest
 
 from bwsft.cli import main
-from bwsft.commands.generate import GenerateOptions, run_generate
+from bwsft.commands.generate import run_generate
+from bwsft.commands.options import GenerateOptions
 from bwsft.commands.trace import checked, grid, unmasking
 
 RECORD = {

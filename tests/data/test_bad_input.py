@@ -51,7 +51,12 @@ def test_the_command_works_without_the_faults(tiny, flags, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "word"), [
-    (["train"], "Expected one of {debug, llada-8b-lora, dream-7b-lora, sdar-4b-lora"),
+    (["train"], "name a preset (debug, llada-8b-lora, dream-7b-lora, sdar-4b-lora"),
+    (["train", "debgu"], "released; did you mean debug?"),
+    (["train", "debug", "--stesp=5"], "unknown flag --stesp; did you mean --steps?"),
+    (["train", "debug", "--learning-rate", "1"], "--learning-rate: it is called --lr here"),
+    (["train", "debug", "--steps", "5", "--epochs", "1"], "--steps and --epochs both say"),
+    (["chta"], "unknown command 'chta'; did you mean chat?"),
     (["train", "nonsense"], "nonsense"),
     (["train", "debug", "--optim.momentum", "0.9"], "--optim.momentum"),
     (["train", "debug", "--steps", "many"], "invalid"),
@@ -189,7 +194,6 @@ def resume(folder, capsys, snapshot, *more):
 
 
 @pytest.mark.parametrize(("more", "word"), [
-    (["--steps", "9"], "steps: 4 -> 9"),
     (["--block-size", "8"], "block_size: 4 -> 8"),
     (["--seed", "9", "--optim.lr", "0.5"], "seed: 3 -> 9; optim.lr: 0.003 -> 0.5"),
     (["--lora.rank", "4"], "lora.rank: 0 -> 4"),
@@ -226,6 +230,11 @@ def test_resume_of_what_is_no_run(finished, capsys, snapshot, tmp_path):
     assert "this is not a run folder" in resume(tmp_path / "photos", capsys, snapshot)
     assert "this is not a run folder" in resume(tmp_path / "photos" / "cat.txt", capsys, snapshot)
     folder = finished()
+    typo = folder.with_name(folder.name + "x")
+    said = f"--resume {typo}: there is no such run; did you mean {folder}?"
+    assert said in resume(typo, capsys, snapshot) and said in refused(
+        ["train", "--resume", str(typo)], capsys
+    )
     (folder / "config.json").write_text('{"steps": ')
     assert "config.json is not valid JSON" in resume(folder, capsys, snapshot)
     (folder / "config.json").write_text('{"steps": 3, "speed": 4}')

@@ -20,8 +20,8 @@ from bwsft.decoding import pipeline as decoder
 from bwsft.decoding.adaptive_parallel import joint_head
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import DecoderOptions
 from bwsft.decoding.rules import Head
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.models.verifier import load_verifier, new_verifier
 
 SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,

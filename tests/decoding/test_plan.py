@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tiny_decoding import bounds_of
 
 from bwsft.decoding.canvas import final_rows
-from bwsft.decoding.config import RULES, DecodeConfig, DecodeSettings
+from bwsft.decoding.config import RULES, DecodeConfig
 from bwsft.decoding.plan import quotas
 from bwsft.decoding.rules import commit_quota
+from bwsft.decoding.settings import DecodeSettings
 
 ORIGINS = st.sampled_from(["response", "absolute"])
 

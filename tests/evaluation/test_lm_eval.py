@@ -12,7 +12,8 @@ import pytest
 
 from bwsft.data import word_problems as wordproblems
 from bwsft.decoding.config import DecodeConfig
-from bwsft.decoding.pipeline import DecoderOptions, make_decoder
+from bwsft.decoding.pipeline import make_decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
 
 needs_harness = pytest.mark.skipif(

@@ -30,10 +30,12 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
+from bwsft.commands.options import ExportOptions
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.models.dream_sdar import DreamConfig, SdarConfig
 from bwsft.models.families import model_class
 from bwsft.models.llada_config import LladaConfig

@@ -14,7 +14,8 @@ from bwsft_kernels import torch_ops
 from bwsft.config import LoraConfig
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import Decoder, DecoderOptions
+from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.models import llada_layers
 from bwsft.models.kv_cache import Context, Span
 from bwsft.models.lora import add_lora

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, Qwen2Config
 
 from bwsft.checkpoints.resolve import load_trained
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
+from bwsft.commands.options import ExportOptions
 from bwsft.models.backbone import active_module
 from bwsft.models.loading import as_backbone, new_backbone
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import load_trained
-from bwsft.commands.export import ExportOptions, run_export
+from bwsft.commands.export import run_export
+from bwsft.commands.options import ExportOptions
 from bwsft.models.families import Facts
 from bwsft.models.loading import as_backbone, load_backbone, set_mask
 from bwsft.training.setup import train

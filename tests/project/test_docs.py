@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import tyro
 
-from bwsft import cli
+from bwsft import cli, presets
+from bwsft import config as c
 from bwsft.commands.train import parse_train
+from bwsft.commands.train_flags import spellings
 from bwsft.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +64,10 @@ def bwsft_words(words):
 def parse(words, monkeypatch):
     """Parse a `bwsft` command line without running it."""
     if words[0] == "train":
+        if "--resume" in words:  # of a run that a reader has made
+            run = Path(words[words.index("--resume") + 1])
+            run.mkdir(parents=True)
+            (run / "config.json").write_text(c.to_json(presets.debug()))
         return parse_train(words[1:])
     real = tyro.cli
 
@@ -75,11 +81,12 @@ def parse(words, monkeypatch):
 
 
 @pages
-def test_commands_parse(path, monkeypatch, capsys):
+def test_commands_parse(path, monkeypatch, capsys, tmp_path_factory):
     for words in commands(path):
         if (own := bwsft_words(words)) is None:
             continue
         with monkeypatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("cwd"))
             try:
                 parse(own, patch)
             except SystemExit as stop:
@@ -124,9 +131,9 @@ def test_files_exist(path):
 @pytest.fixture(scope="module")
 def known_flags():
     """Every flag of every command, from its --help, and of the benchmarks and the soak test."""
-    found = {"--help", "--version"}
+    found = {"--help", "--help-all", "--version", *spellings()}
     for name in COMMANDS:
-        words = [name, "debug", "--help"] if name == "train" else [name, "--help"]
+        words = [name, "debug", "--help-all"] if name == "train" else [name, "--help"]
         stream = io.StringIO()
         with contextlib.redirect_stdout(stream), contextlib.suppress(SystemExit):
             cli.main(words)

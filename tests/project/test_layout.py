@@ -161,8 +161,17 @@ def test_kernels_folder_does_not_break_transformers_from_the_root():
     assert str(ROOT) not in out.stdout
 
 
-@pytest.mark.parametrize("module", ["bwsft", "bwsft.cli", "bwsft.config"])
-def test_cheap_imports(module):
-    code = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+def test_help_of_every_command_needs_no_torch():
+    """And importing bwsft does not. One process for all: what one command imports, all have."""
+    code = """
+import contextlib, io, sys
+from bwsft.cli import COMMANDS, main
+for words in ([], ["train"], ["train", "debug"], *([name] for name in COMMANDS)):
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    assert "usage: bwsft" in said.getvalue(), words
+    found = {"torch", "transformers", "datasets", "matplotlib"} & set(sys.modules)
+    assert not found, (words, found)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

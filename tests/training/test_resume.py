@@ -17,8 +17,10 @@ from tiny_runs import resumed
 from bwsft import config as c
 from bwsft.checkpoints import resolve as models
 from bwsft.checkpoints.state import read_state
+from bwsft.cli import main
 from bwsft.training import trainer as t
 from bwsft.training.metrics import read_log
+from bwsft.training.optim import lr_at
 from bwsft.training.run_files import RunFiles, open_run
 from bwsft.training.setup import setup, train
 
@@ -89,10 +91,38 @@ def test_from_the_start_if_there_is_no_checkpoint(tiny, tmp_path, capsys):
     leave_only(reference, folder, 0)
     assert train(resumed(config, folder)) == 0
     assert_same(folder, reference)
-    # A folder that does not exist yet is a run that has not started.
+    # An empty folder is a run that was killed before it wrote anything.
+    (tmp_path / "fresh").mkdir()
     assert train(resumed(config, tmp_path / "fresh")) == 0
     assert_same(tmp_path / "fresh", reference)
     assert capsys.readouterr().out.count("has no complete checkpoint: starting at step 0") == 2
+
+
+def test_a_run_that_takes_more_steps(tiny, tmp_path, capsys):
+    """It follows the new schedule from where it goes on, and remembers it."""
+    config = tiny(steps=4, save_every=2)
+    folder = c.run_folder(config)
+    assert train(config) == 0
+    assert main(["train", "--resume", str(folder), "--steps", "8"]) == 0
+    assert "steps 4 -> 8, which is a new schedule: the learning rate of step 5 is" in (
+        capsys.readouterr().out
+    )
+    rates = [line["lr"] for line in history(folder)[0]]
+    expected = [lr_at(i, 4 if i < 4 else 8, config.optim) for i in range(8)]
+    assert rates == pytest.approx(expected)
+    assert c.stored(folder) == dataclasses.replace(config, steps=8)
+    assert main(["train", "--resume", str(folder), "--steps", "7"]) == 2
+    assert "--steps 7: the run has done 8 already" in capsys.readouterr().err
+    assert c.stored(folder).steps == 8
+
+
+def test_epochs_become_steps(tiny, capsys):
+    config = tiny(epochs=1.5, dataset=c.DataConfig(template="none", limit=14, holdout=4))
+    config = dataclasses.replace(config, batch_size=2, micro_batch_size=2)
+    assert train(config) == 0
+    assert "8 steps = 1.60 epochs of 10 examples" in capsys.readouterr().out  # 7.5 are no steps
+    stored = c.stored(c.run_folder(config))
+    assert (stored.steps, stored.epochs) == (8, None)
 
 
 def test_a_model_folder_is_no_different(tiny, model_folder, tmp_path):

@@ -13,15 +13,12 @@ import json
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from bwsft.checkpoints.folders import newest_complete
+from bwsft.commands.options import ReportOptions, SampleOptions
 from bwsft.commands.report.recorded import Recorded, column, curves, facts, read_run, spikes
-from bwsft.commands.report.samples import Answered, SampleOptions, ask_models
+from bwsft.commands.report.samples import Answered, ask_models
 from bwsft.commands.report.tables import data_counts, joined, provenance, settings
 from bwsft.commands.report.watch import follow, live
 from bwsft.utils.files import write_atomic
@@ -29,20 +26,6 @@ from bwsft.utils.files import write_atomic
 PAGE = Path(__file__).parent
 SCRIPTS = ("charts.js", "samples.js", "page.js")
 MOST_RUNS = 8  # that colors and dashes tell apart
-
-
-@dataclass(frozen=True)
-class ReportOptions(SampleOptions):
-    """Write runs as one self-contained HTML page."""
-
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, finished or in progress; several are drawn over one another."""
-    out: Path | None = None
-    """The page; default RUN/report.html, of several runs ./report.html. An older one is
-    replaced."""
-    watch: bool = False
-    """Rewrite the page, which loads itself again, until the runs have ended; Ctrl-C ends it. No
-    model is loaded before that."""
 
 
 def run_report(options: ReportOptions) -> int:

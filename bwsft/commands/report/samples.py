@@ -22,6 +22,7 @@ from bwsft.checkpoints.resolve import (
     plan_model,
     plan_tokenizer,
 )
+from bwsft.commands.options import SampleOptions
 from bwsft.commands.report.slices import losses
 from bwsft.data.chat_template import METAMATH, Template
 from bwsft.data.tokenizer import load_tokenizer
@@ -31,18 +32,6 @@ from bwsft.decoding.result import Generation
 from bwsft.models.backbone import Family
 from bwsft.training.run_data import plan_data
 from bwsft.utils.devices import pick_device
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """Which answers a report shows."""
-
-    samples: int = 4
-    """Held-out prompts that the base and the newest checkpoint answer; 0: no model is loaded."""
-    steps: int | None = None
-    """Denoising steps of an answer; default: one per token."""
-    device: str = "auto"
-    """auto: a CUDA device if there is one, else the CPU."""
 
 
 @dataclass(frozen=True)

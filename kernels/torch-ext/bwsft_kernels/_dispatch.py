@@ -83,7 +83,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 @functools.cache
-def _import_triton(name: str) -> tuple[ModuleType | None, str | None]:
+def import_triton(name: str) -> tuple[ModuleType | None, str | None]:
     """(module, None), or (None, why it can't be imported)."""
     try:
         return importlib.import_module(f".{name}", __package__), None
@@ -101,6 +101,18 @@ def flag(name: str) -> bool:
     return os.environ.get(name, "0") == "1"
 
 
+def obstacle(tensor: Tensor) -> str | None:
+    """Why no Triton kernel can take the tensor; None if one can."""
+    interpreting = flag("TRITON_INTERPRET")  # in its interpreter Triton takes CPU tensors
+    if tensor.dtype == torch.float64:
+        return "Triton has no float64 kernels"
+    if tensor.dtype == torch.bfloat16 and interpreting:
+        return "Triton's interpreter multiplies bf16 wrongly; unset TRITON_INTERPRET"
+    if not (tensor.is_cuda or interpreting):
+        return f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is not set"
+    return None
+
+
 def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | None:
     """The module `name` of Triton kernels to use for `tensor`, or None for torch.
 
@@ -110,15 +122,8 @@ def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | 
         raise ValueError(f'impl must be "auto", "triton" or "torch", not {impl!r}')
     if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
         return None
-    interpreting = flag("TRITON_INTERPRET")  # in its interpreter Triton takes CPU tensors
-    if tensor.dtype == torch.float64:
-        reason = "Triton has no float64 kernels"
-    elif tensor.dtype == torch.bfloat16 and interpreting:
-        reason = "Triton's interpreter multiplies bf16 wrongly; unset TRITON_INTERPRET"
-    elif not (tensor.is_cuda or interpreting):
-        reason = f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is not set"
-    else:
-        module, reason = _import_triton(name)
+    if (reason := obstacle(tensor)) is None:
+        module, reason = import_triton(name)
         if module is not None:
             return module
         if impl == "auto":
@@ -126,8 +131,6 @@ def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | 
     if impl == "triton":
         raise ValueError(f'impl="triton" can\'t be used: {reason}; use impl="auto" or "torch"')
     return None
-
-
 
 
 def checking(tensor: Tensor) -> bool:

@@ -1,0 +1,52 @@
+"""The Hugging Face Hub: files of a repository, and what to say where there is no network."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from pathlib import Path
+
+TIMEOUT = 10  # seconds
+
+
+@functools.cache
+def reachable() -> bool:
+    """Whether the Hub answers at all. Asked once in a process, as its libraries would try again for
+    minutes, file by file."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
+    except Exception:  # of an HTTP library that differs between versions
+        return False
+    return True
+
+
+def no_network() -> str | None:
+    """Why nothing can be downloaded; None where it can."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set and it was not downloaded before"
+    return None if reachable() else "the Hub can't be reached over the network"
+
+
+def snapshot(name: str, patterns: Collection[str]) -> Path:
+    """The folder with those files of a repository, downloaded if there is a network and they are
+    not here yet. FileNotFoundError, in one sentence, where they can't be had."""
+    from huggingface_hub import errors, snapshot_download
+
+    why = no_network()
+    options = {"allow_patterns": list(patterns), "local_files_only": why is not None}
+    try:
+        return Path(snapshot_download(name, **options))
+    except errors.GatedRepoError as error:
+        cause, reason = error, "accept the terms on its page, then `hf auth login`"
+    except errors.RepositoryNotFoundError as error:
+        cause, reason = error, "the Hub knows no such repository, or not to you (`hf auth login`)"
+    except (OSError, ValueError) as error:
+        cause, reason = error, why or f"{type(error).__name__}, {str(error).partition(chr(10))[0]}"
+    raise FileNotFoundError(
+        f"{name} is neither a folder here nor a repository that could be downloaded: "
+        f"{reason:.300}; a local folder can be given instead"
+    ) from cause

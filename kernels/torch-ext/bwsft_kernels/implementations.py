@@ -1,0 +1,28 @@
+"""Which implementation each public function takes on a device, and why."""
+
+import torch
+
+from ._dispatch import import_triton, obstacle
+
+# Function -> the file of its Triton kernels.
+KERNELS = {
+    "linear_cross_entropy": "_linear_cross_entropy_bwd_triton",
+    "linear_argmax": "_linear_argmax_triton",
+    "block_mask": "_block_mask_triton",
+    "rms_norm": "_rms_norm_triton",
+    "rotary": "_rotary_triton",
+    "swiglu": "_swiglu_triton",
+}
+
+
+def implementations(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
+    """Function -> ("Triton" or "torch", why), for impl="auto" and tensors of this kind."""
+    tensor, found = torch.empty(0, device=device, dtype=dtype), {}
+    for function, name in KERNELS.items():
+        if not tensor.is_cuda:
+            found[function] = "torch", f"Triton kernels are for CUDA, this is {device.type}"
+        elif (reason := obstacle(tensor) or import_triton(name)[1]) is not None:
+            found[function] = "torch", reason
+        else:
+            found[function] = "Triton", f"{device.type} and triton are there"
+    return found
