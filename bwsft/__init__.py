@@ -21,7 +21,8 @@ what a model of None means; put a folder or Hub id such as "GSAI-ML/LLaDA-8B-Ins
 3. train: a run of `bwsft train`, from a preset or a Config. Returns its folder.
 
     import bwsft
-    run = bwsft.train("debug", steps=4, out="run", dataset={"holdout": 8})
+    run = bwsft.train("debug", data="wordproblems-9-seed1", steps=4, out="run",
+                      dataset={"limit": 200, "holdout": 8})
 
 4. load: a run, checkpoint, model folder or Hub id, ready to decode.
 
@@ -49,6 +50,7 @@ The command line: `bwsft --help`.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +86,8 @@ def train(settings: str | Config = "debug", **changes: Any) -> Path:
     """Run a whole training, as `bwsft train` does, and return the run's folder.
 
     settings: the name of a preset, or a Config. changes: settings by the names of the flags, a
-    group as a dict: steps=10, lora={"rank": 32}. ValueError for settings that no run can use;
-    RuntimeError if the training failed.
+    group as a dict: steps=10, lora={"rank": 32}. Ctrl-C in the main thread saves and returns.
+    ValueError for settings that no run can use; RuntimeError if the training failed.
 
         bwsft.train("debug", steps=10, out="runs/mine")
     """
@@ -101,7 +103,9 @@ def train(settings: str | Config = "debug", **changes: Any) -> Path:
     changes = {name: str(v) if isinstance(v, Path) else v for name, v in changes.items()}
     config = config_file.update(settings, changes, "bwsft.train")
     c.validate(config)
-    if setup.train(config) != 0:
+    # Python takes signals in the main thread alone.
+    main = threading.current_thread() is threading.main_thread()
+    if setup.train(config, saves_on_signal=main) != 0:
         raise RuntimeError(f"the run in {c.run_folder(config)} failed; stderr says why")
     return c.run_folder(config)
 

@@ -33,10 +33,11 @@ class BlockwiseConfig(TrainingArguments):
 
     block_size: int = c.Config.block_size
     """Tokens in a block."""
-    gen_length: int = c.Config.gen_length
-    """Response positions on the decoder's canvas."""
-    max_length: int = c.Config.max_length
-    """Longest prompt + response; longer examples are dropped and counted."""
+    gen_length: int | None = None
+    """Response positions on the decoder's canvas; none: what holds 99 % of the responses."""
+    max_length: int | None = None
+    """Longest prompt + response; longer examples are dropped and counted. None: the longest of the
+    data, up to the model's positions."""
     context: Literal["exact", "cached", "block_causal"] = "exact"
     """How the active block's context is computed, in training and then in decoding."""
     draws_per_context: int = 1

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from bwsft import config as c
 from bwsft.checkpoints.resolve import own_memory, plan_model, plan_tokenizer
 from bwsft.data.tokenizer import load_tokenizer
-from bwsft.models.backbone import Backbone
+from bwsft.models.backbone import Backbone, Family
 from bwsft.models.loading import as_backbone
 from bwsft.models.lora import add_adapter
+from bwsft.training.run_data import follow_data
 
 
 class Opened(NamedTuple):
@@ -76,6 +77,21 @@ def tokenizer_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase | None) 
     if tokenizer is None and not name:
         raise ValueError("pass processing_class=tokenizer: the model does not say where its own is")
     return tokenizer or load_tokenizer(name)
+
+
+def with_lengths(
+    config: c.Config, tokenizer: PreTrainedTokenizerBase | None, family: Family, dataset: Any
+) -> c.Config:
+    """The config with the lengths that it leaves open as the records to train on need them.
+    ValueError where these are token ids already."""
+    if None not in (config.gen_length, config.max_length):
+        return config
+    if not is_raw(dataset):
+        raise ValueError(
+            "give the config gen_length and max_length: they can follow a train_dataset of records "
+            "alone (bwsft data FILE suggests them)"
+        )
+    return follow_data(config, tokenizer, family, dataset)
 
 
 def is_raw(dataset: Any) -> bool:

@@ -44,7 +44,7 @@ from bwsft.training.hf_arguments import check_arguments
 from bwsft.training.hf_config import OWN, BlockwiseConfig, own_config
 from bwsft.training.hf_order import LengthOrder, VisitOrder
 from bwsft.training.hf_samples import Samples
-from bwsft.training.hf_setup import is_raw, open_model, tokenizer_of
+from bwsft.training.hf_setup import is_raw, open_model, tokenizer_of, with_lengths
 from bwsft.training.run_data import held_out, layout_of, plan_data
 
 __all__ = ["BlockwiseCollator", "BlockwiseTrainer", "load_examples"]
@@ -124,7 +124,7 @@ class BlockwiseTrainer(Trainer):
     ):  # fmt: skip
         if args is None:
             args = BlockwiseConfig() if config is None else TrainingArguments()
-        self.config = config = own_config(args, config)
+        config = own_config(args, config)
         check(config, options)
         check_arguments(args, OWN if isinstance(args, BlockwiseConfig) else ())
         self.backbone, words = open_model(model, args, config, processing_class, peft_config)
@@ -133,8 +133,9 @@ class BlockwiseTrainer(Trainer):
         prompts = args.sample_prompts if isinstance(args, BlockwiseConfig) else None
         if is_raw(train_dataset) or is_raw(eval_dataset) or prompts:
             words = tokenizer_of(self.backbone, words)
-        sets = self.tokenized(args, words, train_dataset, eval_dataset)
         family = self.backbone.family
+        self.config = config = with_lengths(config, words, family, train_dataset)
+        sets = self.tokenized(args, words, train_dataset, eval_dataset)
         self.layout = layout_of(config, family)
         options.setdefault("data_collator", BlockwiseCollator(self.layout))
         super().__init__(self.backbone.model, args, processing_class=words, **sets, **options)
@@ -255,6 +256,8 @@ class BlockwiseTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As the Trainer's; the folder also says how to decode the model."""
         super()._save(output_dir, state_dict)
+        if not self.args.should_save:  # newer releases call this in every process
+            return
         family = self.backbone.family
         try:
             contract = DecodingContract.of(self.config, family, self.processing_class)
@@ -288,11 +291,6 @@ def quiet(silent: bool) -> Iterator[None]:
 def check(config: c.Config, options: Mapping[str, Any]) -> None:
     """Raise ValueError for a config or an option that BlockwiseTrainer cannot follow."""
     c.validate(config)
-    if None in (config.gen_length, config.max_length):
-        raise ValueError(
-            "BlockwiseTrainer makes its canvas before it sees data: give the config gen_length and "
-            "max_length (bwsft data FILE suggests them)"
-        )
     if config.objective.name not in OBJECTIVES:
         raise ValueError(
             f"BlockwiseTrainer trains {' and '.join(OBJECTIVES)} SFT; use bwsft train for "

@@ -104,8 +104,10 @@ def data_options(config: c.Config, family: Family) -> DataOptions:
     )  # fmt: skip
 
 
-def follow_data(config: c.Config, tokenizer: Any, family: Family) -> c.Config:
-    """The config with numbers for the lengths that it leaves open.
+def follow_data(
+    config: c.Config, tokenizer: Any, family: Family, records: Any = None
+) -> c.Config:
+    """The config with numbers for the lengths that it leaves open; `records` as in plan_data.
 
     gen_length is the least multiple of the block size that holds 99 % of the responses and leaves
     room for 90 % of the prompts, max_length the longest example, up to the model's positions.
@@ -117,7 +119,8 @@ def follow_data(config: c.Config, tokenizer: Any, family: Family) -> c.Config:
     options = data_options(
         dataclasses.replace(config, gen_length=size, max_length=longest), family
     )
-    whole = load_set(source_of(config)[0], tokenizer, options, config.dataset.cache_dir)
+    source = source_of(config)[0] if records is None else records
+    whole = load_set(source, tokenizer, options, config.dataset.cache_dir)
     whole = whole.select(np.arange(min(config.dataset.limit or len(whole), len(whole))))
     prompts, responses = whole.prompt_lengths, whole.response_lengths
     needed, room = (

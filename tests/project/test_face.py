@@ -3,6 +3,7 @@
 import pydoc
 import re
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,9 @@ def test_names():
 
 
 def test_train_takes_presets_configs_and_changes(tiny, tmp_path):
-    run = bwsft.train(tiny(steps=1), out=tmp_path / "own", eval={"every": 0}, seed=5)
+    changes = {"out": tmp_path / "own", "eval": {"every": 0}, "seed": 5}
+    with ThreadPoolExecutor(1) as pool:  # a thread that can take no signal, as a server's
+        run = pool.submit(bwsft.train, tiny(steps=1), **changes).result()
     assert run == tmp_path / "own" and (run / "checkpoints/step-1").is_dir()
     with pytest.raises(ValueError, match="'llada' is no preset: take one of debug, "):
         bwsft.train("llada")

@@ -91,8 +91,9 @@ def test_every_setting_reaches_the_config(tmp_path):
     """Set to another value than its default, each own field changes what it says."""
     plain = BlockwiseConfig(str(tmp_path), **QUIET)
     assert plain.run_config() == c.Config(
-        dataset=c.DataConfig(template="chat", holdout=0), lora=c.LoraConfig(rank=0)
-    )
+        gen_length=None, max_length=None, dataset=c.DataConfig(template="chat", holdout=0),
+        lora=c.LoraConfig(rank=0),
+    )  # fmt: skip
     other = dict(
         block_size=8, gen_length=64, max_length=99, context="cached", draws_per_context=2,
         mask_token="[M]", logit_shift=1, template="none", template_args="a=1", columns="prompt=q",
@@ -145,8 +146,11 @@ def test_records_of_every_shape_are_the_same_examples(start, records, data_file,
         found = trainer.eval_dataset
         assert ids(found if isinstance(found, list) else found["train"]) == expected[:6]
     assert ids(start({"train_dataset": str(data_file)}).train_dataset) == expected
-    made = start({"train_dataset": start().train_dataset, "eval_dataset": records[:2]})
-    assert ids(made.train_dataset) == expected and len(made.eval_dataset) == 2
+    names = ("prompt", "response", "sample_id")
+    made = Dataset.from_list([dict(zip(names, row, strict=True)) for row in expected])
+    trainer = start({"train_dataset": made, "eval_dataset": records[:2]})
+    assert trainer.train_dataset is made and len(trainer.eval_dataset) == 2
+    assert losses(trainer) == losses(start())  # no column got lost
     with pytest.raises(ValueError, match="record 1 .*response is missing"):
         start({"train_dataset": [{"prompt": "1+1"}]})
 
@@ -273,6 +277,24 @@ def test_samples(start, records, tmp_path, capsys):
     assert [a[0::2] for a in told.texts] == [(f"samples/{i}", s) for s in (2, 4) for i in (0, 1)]
     rows = [[prompt, a.text] for prompt, a in zip(prompts, first, strict=True)]
     assert told.tables[0] == {"samples": (["prompt", "answer"], rows)}
+
+
+def test_lengths_follow_the_records(start, records):
+    trainer = start(gen_length=None, max_length=None)
+    examples = ids(trainer.train_dataset)
+    longest = max(len(prompt) + len(response) for prompt, response, _ in examples)
+    assert len(examples) == 40 and trainer.config.max_length == longest
+    most = sorted(len(response) for _, response, _ in examples)[-1]  # 99 % of 40 are all of them
+    assert trainer.layout.gen_length == -(-most // 4) * 4 == 16
+    with pytest.raises(ValueError, match="give the config gen_length and max_length"):
+        start({"train_dataset": trainer.train_dataset}, gen_length=None)
+
+
+def test_one_process_saves(start, monkeypatch, tmp_path):
+    trainer = start()
+    monkeypatch.setattr(TrainingArguments, "should_save", False)
+    trainer._save(str(tmp_path / "saved"))  # as transformers does in every process
+    assert not (tmp_path / "saved").exists()
 
 
 def test_samples_by_steps_outlive_a_broken_model(start, capsys):

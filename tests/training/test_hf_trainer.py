@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_trainer import Losses, arguments, trainer_of
+from tiny_trainer import arguments, trainer_of
 from transformers import AutoModelForCausalLM
 
 from bwsft import config as c
@@ -20,7 +20,7 @@ from bwsft.checkpoints.resolve import load_trained
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.models.lora import LLADA_TARGETS
 from bwsft.training import trainer as t
-from bwsft.training.hf_trainer import BlockwiseCollator, BlockwiseTrainer, load_examples
+from bwsft.training.hf_trainer import BlockwiseCollator, BlockwiseTrainer
 from bwsft.training.run_data import layout_of
 from bwsft.training.setup import train
 
@@ -192,23 +192,6 @@ def test_bf16_and_gradient_checkpointing(flat, make_run, tmp_path):
     assert rounded != exact and rounded == pytest.approx(exact, rel=2e-2)  # bf16 has 8 bits
 
 
-def test_a_datasets_dataset_will_do(flat, make_run, tmp_path):
-    """Columns are kept though the model's forward does not name them; epochs are visits."""
-    from datasets import Dataset
-
-    run = make_run(flat(steps=2))
-    train, _ = load_examples(run.config, run.files.tokenizer, run.backbone.model)
-    rows = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in train]
-    recorder = Losses()
-    trainer = BlockwiseTrainer(
-        copy.deepcopy(run.backbone.model), arguments(tmp_path / "hf", run.config),
-        config=run.config, train_dataset=Dataset.from_list(rows), callbacks=[recorder],
-    )
-    trainer.train()
-    expected = [t.train_step(run, step).loss for step in range(2)]
-    assert recorder.losses == pytest.approx(expected, rel=1e-6)
-
-
 def config_errors():
     objective = c.ObjectiveConfig
     return {
@@ -276,7 +259,8 @@ from bwsft.data.tokenizer import load_tokenizer
 config = c.from_json(open({config!r}).read())
 model = AutoModelForCausalLM.from_pretrained(config.model)
 trainer, recorder = trainer_of(
-    model, config, load_tokenizer(config.model), {out!r}, per_device_train_batch_size=2
+    model, config, load_tokenizer(config.model), {out!r}, per_device_train_batch_size=2,
+    save_strategy="steps", save_steps=5,
 )
 trainer.train()
 if trainer.args.process_index == 0:
@@ -302,3 +286,4 @@ def test_two_processes_give_the_losses_of_one(flat, model_folder, tmp_path, mode
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("["))
     assert json.loads(line) == pytest.approx(recorder.losses, rel=1e-5)
+    assert read_contract(tmp_path / "two/checkpoint-5").context == config.context
