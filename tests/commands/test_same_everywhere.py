@@ -19,7 +19,7 @@ from bwsft.commands.compare import CompareOptions, run_compare
 from bwsft.commands.evaluate import EvaluateCommand, run_evaluate
 from bwsft.commands.export import ExportOptions, run_export
 from bwsft.commands.generate import GenerateOptions, run_generate
-from bwsft.commands.report.samples import SampleOptions, decode_samples
+from bwsft.commands.report.samples import SampleOptions, ask_models
 from bwsft.data import word_problems
 from bwsft.decoding.pipeline import Decoder, DecoderOptions, make_decoder
 from bwsft.training.setup import train
@@ -118,10 +118,11 @@ def test_report(folders, data):
     """Of the run, and of one that starts from the exported folder: the same held-out answers."""
     models, config = folders
     checkpoint = Path(models["run"]) / "checkpoints" / "step-2"
-    own, notes = decode_samples(config, Path(models["run"]), checkpoint, SampleOptions())
+    found = ask_models(config, Path(models["run"]), checkpoint, SampleOptions())
     later = dataclasses.replace(config, model=models["out"])
-    base, _ = decode_samples(later, Path(models["run"]), None, SampleOptions())
-    assert not notes and len(own) == len(base) == 2
+    own = found.samples
+    base = ask_models(later, Path(models["run"]), None, SampleOptions()).samples
+    assert not found.notes and len(own) == len(base) == 2
     for sample, again in zip(own, base, strict=True):
         trained, start = sample["answers"][-1], again["answers"][0]
         assert trained["name"] == "step-2" and trained["context"] == start["context"] == "cached"

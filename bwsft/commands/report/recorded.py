@@ -99,7 +99,7 @@ def spikes(run: Recorded) -> list[tuple[int, str, str]]:
             step, what = facts["step"] + 1, facts["what"]
         except (ValueError, OSError, KeyError, TypeError):  # half a folder is no fault of the run
             continue
-        _, became = found.get(step, (what, "the run ended"))
+        what, became = found.get(step, (what, "the run ended"))
         found[step] = what, f"{became}; bwsft replay {path}"
     return [(step, *found[step]) for step in sorted(found)]
 
@@ -119,9 +119,8 @@ def facts(run: Recorded, spiked: list[tuple[int, str, str]]) -> list[tuple[str, 
             total = sum(n for n in column(run.metrics, name) if n is not None)
             found.append((f"{label}/s", f"{total / seconds:,.0f}"))
         found.append(("training time", duration(seconds)))
-    if spiked:
-        out = sum(bool(record.get("skipped")) for record in run.metrics)
-        found.append(("spikes", f"{len(spiked):,}" + (f", {out:,} left out" if out else "")))
+    out = sum(bool(record.get("skipped")) for record in run.metrics)
+    found.append(("spikes", f"{len(spiked):,}" + (f", {out:,} left out" if out else "")))
     return found
 
 
