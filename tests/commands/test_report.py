@@ -245,7 +245,8 @@ ACTIONS = """<script>
 const root = document.documentElement, $ = (query) => document.querySelector(query);
 const key = (node, name) => node.dispatchEvent(new KeyboardEvent("keydown", { key: name }));
 const found = { figures: document.querySelectorAll("figure").length };
-found.paths = [...document.querySelectorAll("svg[role=img] path")].map((p) => p.getAttribute("d").length);
+const paths = document.querySelectorAll("svg[role=img] path");
+found.paths = [...paths].map((p) => p.getAttribute("d").length);
 key($("svg[role=img]"), "End"); found.reading = $("figure .reading").textContent;
 key($("svg[role=img]"), "ArrowLeft"); found.before = $("figure .reading").textContent;
 key($(".heat"), "ArrowRight"); key($(".heat"), "ArrowRight");
