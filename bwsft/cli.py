@@ -21,7 +21,8 @@ commands
   chat           talk to a model and watch its tokens being unmasked
   evaluate       Pass@1 on GSM8K- or MATH-shaped files
   trace          draw how an answer was unmasked
-  report RUN     write a run as one HTML page: curves, samples, unmasking
+  report RUN ... write runs as one HTML page: curves, loss by block and mask
+                 rate, spikes, samples; --watch: while they train
   compare        decode in several context modes and compare
   replay         run again what a run kept when a loss was not finite or spiked
   export         merge a run's adapter and write a model folder

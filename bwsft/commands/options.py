@@ -85,7 +85,7 @@ class SampleOptions:
 class ReportOptions(SampleOptions):
     """Write runs as one self-contained HTML page."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Run folders, finished or in progress; several are drawn over one another."""
     out: Path | None = None
     """The page; default RUN/report.html, of several runs ./report.html. An older one is

@@ -105,19 +105,21 @@ def stopped(run: Run, step: int, samples: Samples, part: range, what: str) -> Ex
     )
 
 
-def spike(run: Run, step: int, samples: Samples, loss: float, norm: float) -> bool:
-    """Whether to leave the update out, after reporting a spike of it; TrainingStopped if a spike is
-    to end the run."""
+def spike(
+    run: Run, step: int, samples: Samples, loss: float, norm: float
+) -> tuple[str | None, bool]:
+    """(what is wrong with an update or None, whether to leave it out), after reporting it;
+    TrainingStopped if a spike is to end the run."""
     what, action = run.guard.judge(loss=loss, grad_norm=norm), run.config.watch.spike_action
     if what is None:
-        return False
+        return None, False
     if action == "stop":
         raise stopped(run, step, samples, range(len(samples)), what)
     keep = run.world.from_main(len(run.files.repros()) < MOST_REPROS)
     weights = run.weights() if keep else None
     line = run.world.on_main(report_spike, run, step, samples, what, weights)
     tqdm.write(f"{line}{'; its update is left out' if action == 'skip' else ''}")
-    return action == "skip"
+    return what, action == "skip"
 
 
 def report_spike(

@@ -86,8 +86,10 @@ class Step:
     """Masked tokens that the loss is taken on."""
     region_tokens: int
     """Tokens of the supervised regions, masked or not: what EQUAL-TOKENS counts."""
+    spike: str | None = None
+    """What the spike guard found wrong with this update."""
     skipped: bool = False
-    """The spike guard left this update out."""
+    """The spike guard left it out."""
     data_seconds: float = field(default=0.0, compare=False)
     """Time that the slowest process waited for its batches to be packed."""
 
@@ -128,7 +130,7 @@ def train_step(run: Run, step: int) -> Step:
     norm = clip(run.backbone, config.optim.clip)
     if not math.isfinite(norm):
         raise guards.stopped(run, step, samples, range(len(samples)), f"gradient norm {norm}")
-    skipped = guards.spike(run, step, samples, loss / len(samples), norm)
+    what, skipped = guards.spike(run, step, samples, loss / len(samples), norm)
     lr = lr_at(step, config.steps, config.optim)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
@@ -136,7 +138,7 @@ def train_step(run: Run, step: int) -> Step:
         run.optimizer.step()
     rows, region, tokens = map(int, counts)
     seconds = world.max(waited)
-    return Step(loss / len(samples), lr, norm, tokens, rows, region, skipped, seconds)
+    return Step(loss / len(samples), lr, norm, tokens, rows, region, what, skipped, seconds)
 
 
 def on_host(losses: list[Loss]) -> list[list[float]]:
@@ -185,7 +187,7 @@ def loop(run: Run, logs: Logs, asked: Signals) -> int:
             result = train_step(run, done)
             seconds = time.perf_counter() - began
             done += 1
-            facts = {k: v for k, v in vars(result).items() if k != "skipped" or v}
+            facts = {k: v for k, v in vars(result).items() if v or k not in ("spike", "skipped")}
             logs.append("metrics", {"step": done, **facts, "seconds": seconds})
             bar.set_postfix_str(
                 f"loss {result.loss:.4f}, {result.tokens / seconds:,.0f} tok/s, "

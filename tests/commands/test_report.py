@@ -9,14 +9,15 @@ import subprocess
 
 import pytest
 from jsonl import read as lines
-from jsonl import write
+from tiny_report import data_of, small_run
 
 from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.folders import newest_complete, versions
 from bwsft.checkpoints.resolve import load_trained, plan_model
 from bwsft.cli import main
-from bwsft.commands.report.page import MOST_POINTS, curves, page
+from bwsft.commands.report.page import page
+from bwsft.commands.report.recorded import MOST_POINTS, curves
 from bwsft.data.chat_template import Template
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig
@@ -25,23 +26,6 @@ from bwsft.training.metrics import running_mean
 from bwsft.training.setup import train
 
 EVIL = "</script><script>document.documentElement.dataset.error = 1</script><img src=x onerror=y>"
-
-
-def data_of(path):
-    """What the page embeds, found as a browser finds it: up to the first end of its element."""
-    text = path.read_text(encoding="utf-8")
-    return json.loads(re.search(r'<script [^>]*id="data">(.*?)</script>', text, re.S)[1])
-
-
-def small_run(folder, steps=3, config=None):
-    """A run folder without checkpoints."""
-    folder.mkdir()
-    config = config or c.Config(preset="llada-8b-lora", model="missing/folder/x", steps=9)
-    (folder / "config.json").write_text(c.to_json(config))
-    numbers = {"loss": 2.0, "lr": 1e-5, "grad_norm": 0.5, "tokens": 100, "supervised_tokens": 25}
-    rows = ({"step": i + 1, **numbers, "seconds": 0.5} for i in range(steps))
-    write(folder / "metrics.jsonl", *rows)
-    return folder
 
 
 @pytest.fixture
@@ -58,13 +42,16 @@ def test_the_page_holds_the_runs_numbers_and_answers(trained, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.html")
     data = data_of(folder / "report.html")
     check_numbers(data, folder)
-    check_config(data, config)
+    check_data(data, folder)
+    check_slices(data, folder)
+    check_settings(data, config)
     check_samples(data, config, folder)
 
 
 def check_numbers(data, folder):
     metrics, evals = lines(folder / "metrics.jsonl"), lines(folder / "eval.jsonl")
-    found = data["curves"]
+    [run] = data["runs"]
+    found = run["curves"]
     assert found["step"] == [line["step"] for line in metrics] == list(range(1, 11))
     losses = [line["loss"] for line in metrics]
     expected = {
@@ -78,20 +65,46 @@ def check_numbers(data, folder):
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=1e-5), name  # kept to 6 digits
     assert found["every"] == 1
-    assert data["evals"] == {k: [line[k] for line in evals] for k in ("step", "nelbo")}
-    assert [0, 4, 8, 10] == data["evals"]["step"]
-    facts = dict(data["facts"])
-    assert facts["updates"] == "10" and "10 of 10 updates" in data["summary"]
+    assert run["evals"] == {k: [line[k] for line in evals] for k in ("step", "nelbo")}
+    assert [0, 4, 8, 10] == run["evals"]["step"]
+    facts = dict(data["facts"]["rows"])
+    assert facts["updates"] == "10 of 10" and "10 of 10 updates" in data["summary"][0]
     assert facts["held-out NELBO"] == f"{evals[0]['nelbo']:.3f} → {evals[-1]['nelbo']:.3f}"
 
 
-def check_config(data, config):
-    changed = [row for row in data["config"]["fields"] if row[1] != row[2]]
-    assert data["config"]["preset"] == "debug"
-    assert [f"{name}: {preset} -> {own}" for name, own, preset in changed] == c.differences(
-        presets.debug(), config
+def check_data(data, folder):
+    """The 40 records of the fixture, 6 of them held out; data.json says so in the run folder."""
+    counts = dict(data["counts"]["rows"])
+    assert counts["records"] == "40" and counts["kept"] == "40 (100.00%)"
+    assert (counts["trained on"], counts["held out"]) == ("34", "6")
+    stored = json.loads((folder / "data.json").read_text())
+    assert stored["train"] == 34 and stored["kept"] == 40
+
+
+def check_slices(data, folder):
+    """The draws behind the slices are those of the held-out NELBO: 6 examples, 2 draws each."""
+    evals = lines(folder / "eval.jsonl")
+    [run] = data["runs"]
+    for slice_, name, nelbo in zip(
+        run["slices"], ["base", "step-10"], [evals[0], evals[-1]], strict=True
+    ):
+        assert slice_["name"] == name
+        for by in ("block", "rate"):
+            found = slice_[by]
+            assert sum(found["count"]) == 12 and len(found["at"]) > 1
+            total = sum(n * m for n, m in zip(found["count"], found["mean"], strict=True))
+            assert total / 12 == pytest.approx(nelbo["nelbo"], rel=1e-5)  # fp32 sums
+        assert set(slice_["block"]["at"]) <= {1, 2, 3, 4}
+        assert set(slice_["rate"]["at"]) <= {25, 50, 75, 100}
+
+
+def check_settings(data, config):
+    found = data["settings"]
+    assert found["about"] == "What differs from the preset debug:"
+    assert [f"{name}: {preset} -> {own}" for name, own, preset in found["differ"]["rows"]] == (
+        c.differences(presets.debug(), config)
     )
-    provenance = dict(data["provenance"])
+    provenance = dict(data["provenance"]["rows"])
     assert provenance["checkpoint"] == "step-10" and provenance["model"] == "random"
     assert {name: provenance[name] for name in versions()} == versions()
 
@@ -130,9 +143,11 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path, capsys):
     run = small_run(tmp_path / "run", steps=0)
     assert main(["report", str(run), "--out", str(tmp_path / "sub" / "page.html")]) == 0
     data = data_of(tmp_path / "sub" / "page.html")
-    assert dict(data["facts"]) == {"updates": "none yet"} and data["curves"]["step"] == []
+    assert dict(data["facts"]["rows"]) == {"updates": "none yet", "spikes": "0"}
+    assert data["runs"][0]["curves"]["step"] == [] and data["counts"]["rows"] == []
     [note] = data["notes"]
-    assert note.startswith("No samples: ") and "missing/folder/x" in note
+    assert note.startswith("No samples, no loss by block and mask rate: ")
+    assert "missing/folder/x" in note
     assert note in capsys.readouterr().err
 
 
@@ -144,7 +159,7 @@ def test_without_a_checkpoint_the_base_alone_answers(tmp_path, tiny):
     assert data["notes"] == ["No checkpoint yet: the samples are the base's."]
     [[answer]] = [sample["answers"] for sample in data["samples"]]
     assert answer["name"] == "base" and answer["steps"] <= 4
-    assert data["evals"] == {"step": [], "nelbo": []}
+    assert data["runs"][0]["evals"] == {"step": [], "nelbo": []}
 
 
 def test_samples_can_be_left_out(tmp_path, tiny):
@@ -167,21 +182,30 @@ def test_long_curves_are_thinned_to_means(tmp_path):
     assert found["mean"][-1] == pytest.approx(sum(means[-4:-1]) / 3, rel=1e-5)
 
 
-def evil_data():
+def evil_run(name):
+    line = {"lr": 1e-5, "seconds": 0.5, "tokens": 9}
+    groups = {"at": [1, 2], "mean": [1.0, 2.0], "error": [None, 0.5], "count": [1, 3]}
+    return {
+        "name": name, "curves": curves([{"step": i, "loss": 1 / i, **line} for i in range(1, 41)]),
+        "evals": {"step": [0, 40], "nelbo": [2.0, 1.0]}, "spikes": [[7, EVIL, EVIL]],
+        "slices": [{"name": EVIL, "block": groups, "rate": {**groups, "at": [25, 100]}}],
+    }  # fmt: skip
+
+
+def evil_data(runs=1):
     commits = [[0, 1, 7, 0.5], [1, 0, 8, 0.25], [2, 3, 9, 1.0]]
     answer = {
         "name": EVIL, "context": "exact", "text": EVIL, "ended": True, "steps": 3,
         "gen_length": 6, "block_size": 2, "offset": 0, "end_ids": [9],
         "tokens": {"7": EVIL, "8": "a\n", "9": "<|end|>"}, "commits": commits,
     }  # fmt: skip
-    line = {"lr": 1e-5, "seconds": 0.5, "tokens": 9}
-    rows = [{"step": i, "loss": 1 / i, **line} for i in range(1, 41)]
+    table = {"head": ["", *[EVIL] * runs], "rows": [[EVIL, *[EVIL] * runs]]}
     return {
-        "name": EVIL, "summary": EVIL, "facts": [[EVIL, EVIL]], "notes": [EVIL],
-        "curves": curves(rows), "evals": {"step": [0, 40], "nelbo": [2.0, 1.0]},
+        "name": EVIL, "summary": [EVIL], "facts": table, "counts": table, "notes": [EVIL],
+        "runs": [evil_run(f"{EVIL}{i}") for i in range(runs)], "provenance": table,
         "samples": [{"question": EVIL, "reference": EVIL, "answers": [answer, answer]}],
-        "config": {"preset": "debug", "fields": [["steps", "1", "2"], [EVIL, EVIL, EVIL]]},
-        "provenance": [["model", EVIL]],
+        "settings": {"about": EVIL, "differ": table, "all": table},
+        "live": {"every": 60, "runs": [{"name": EVIL, "done": 1, "steps": 2, "said": EVIL}]},
     }  # fmt: skip
 
 
@@ -204,6 +228,8 @@ def test_the_page_asks_the_network_for_nothing():
 
 @pytest.mark.parametrize("words, message", [
     (["gone"], "gone is not a run folder: it has no config.json"),
+    ([], "name one to 8 run folders, not 0"),
+    (["RUN", "RUN"], "is named twice"),
     (["RUN", "--samples", "-1"], "--samples must be at least 0"),
     (["RUN", "--steps", "3"], "steps 3 must be a multiple of the number of blocks, 4"),
     (["RUN", "--out", "RUN"], "is a folder: name a file"),
@@ -219,9 +245,10 @@ ACTIONS = """<script>
 const root = document.documentElement, $ = (query) => document.querySelector(query);
 const key = (node, name) => node.dispatchEvent(new KeyboardEvent("keydown", { key: name }));
 const found = { figures: document.querySelectorAll("figure").length };
-found.paths = [...document.querySelectorAll("svg path")].map((p) => p.getAttribute("d").length);
-key($("svg"), "End"); found.reading = $("figure .reading").textContent;
-key($("svg"), "ArrowLeft"); found.before = $("figure .reading").textContent;
+const paths = document.querySelectorAll("svg[role=img] path");
+found.paths = [...paths].map((p) => p.getAttribute("d").length);
+key($("svg[role=img]"), "End"); found.reading = $("figure .reading").textContent;
+key($("svg[role=img]"), "ArrowLeft"); found.before = $("figure .reading").textContent;
 key($(".heat"), "ArrowRight"); key($(".heat"), "ArrowRight");
 found.cell = $(".answer .reading").textContent;
 found.height = document.body.scrollHeight;
@@ -251,12 +278,13 @@ onmessage = (event) => { document.documentElement.dataset.found = event.data; };
 </script><iframe src="page.html" width="WIDTH" height="900" style="border: 0"></iframe>"""
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-def test_chromium_draws_the_figures_and_they_answer_to_the_keyboard(tmp_path, width):
+@pytest.mark.parametrize("width, runs", [(1280, 1), (400, 1), (400, 8)])
+def test_chromium_draws_the_figures_and_they_answer_to_the_keyboard(tmp_path, width, runs):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("Chromium is not installed")
-    (tmp_path / "page.html").write_text(page(evil_data()).replace("</body>", ACTIONS + "</body>"))
+    text = page(evil_data(runs)).replace("</body>", ACTIONS + "</body>")
+    (tmp_path / "page.html").write_text(text)
     outer = tmp_path / "outer.html"  # windows have a least width, frames have none
     outer.write_text(FRAME.replace("WIDTH", str(width)))
     flags = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"]
@@ -267,9 +295,9 @@ def test_chromium_draws_the_figures_and_they_answer_to_the_keyboard(tmp_path, wi
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     found = json.loads(html.unescape(re.search(r'data-found="([^"]*)"', dom)[1]))
     assert found["state"] == {"drawn": "yes"}
-    assert found["figures"] == 5 and len(found["paths"]) == 5  # no gradient norm in this run
-    assert min(found["paths"]) > 20
-    assert found["reading"] == "step 40: update 0.025, running mean 0.0264"
+    assert found["figures"] == 7 and min(found["paths"]) > 15  # a spike is the shortest
+    if runs == 1:
+        assert found["reading"] == "step 40: update 0.025, running mean 0.0264"
     assert found["before"].startswith("step 39: ")
     assert found["cell"].startswith("block 1, position 2: “</script><script>")
     assert found["cell"].endswith("at step 1, confidence 0.500")

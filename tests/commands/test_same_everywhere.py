@@ -26,7 +26,7 @@ from bwsft.commands.options import (
     GenerateOptions,
     SampleOptions,
 )
-from bwsft.commands.report.samples import decode_samples
+from bwsft.commands.report.samples import ask_models
 from bwsft.data import word_problems
 from bwsft.decoding.pipeline import Decoder, make_decoder
 from bwsft.decoding.settings import DecoderOptions
@@ -126,10 +126,11 @@ def test_report(folders, data):
     """Of the run, and of one that starts from the exported folder: the same held-out answers."""
     models, config = folders
     checkpoint = Path(models["run"]) / "checkpoints" / "step-2"
-    own, notes = decode_samples(config, Path(models["run"]), checkpoint, SampleOptions())
+    found = ask_models(config, Path(models["run"]), checkpoint, SampleOptions())
     later = dataclasses.replace(config, model=models["out"])
-    base, _ = decode_samples(later, Path(models["run"]), None, SampleOptions())
-    assert not notes and len(own) == len(base) == 2
+    own = found.samples
+    base = ask_models(later, Path(models["run"]), None, SampleOptions()).samples
+    assert not found.notes and len(own) == len(base) == 2
     for sample, again in zip(own, base, strict=True):
         trained, start = sample["answers"][-1], again["answers"][0]
         assert trained["name"] == "step-2" and trained["context"] == start["context"] == "cached"

@@ -31,6 +31,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(holder, tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             files.lock_folder(tmp_path)
+        assert files.locked(tmp_path)  # which takes nothing
     holder.kill()  # SIGKILL: nothing in it gets to tidy up
     holder.wait()
     with files.lock_folder(tmp_path):
@@ -38,6 +39,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(holder, tmp_path):
             files.lock_folder(tmp_path)  # not even from the same process
     files.lock_folder(tmp_path).close()
     assert os.listdir(tmp_path) == [files.LOCK]
+    assert files.locked(tmp_path) is False and files.locked(tmp_path / "gone") is False
 
 
 def test_the_lock_ends_with_its_process(holder, tmp_path):
@@ -62,6 +64,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(files.fcntl, "flock", none)
     with pytest.warns(UserWarning, match="can't lock .*Function not implemented"):
         files.lock_folder(tmp_path).close()
+    assert files.locked(tmp_path) is None
 
 
 def test_a_folder_that_is_not_there(tmp_path):

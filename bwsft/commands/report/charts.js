@@ -68,7 +68,7 @@ function curve(svg, one, x, y) {
   }
 }
 
-function key(caption, one) {
+function addKey(caption, one) {
   const node = make(caption, "span", { class: "key" });
   const line = make(node, "svg", { width: 26, height: 8, "aria-hidden": "true" });
   make(line, "line", { class: `curve ${one.kind}`, x1: 0, x2: 26, y1: 4, y2: 4 });
@@ -105,7 +105,7 @@ function chart(parent, title, series, options = { unit: "step", suffix: "" }) {
   make(caption, "b", {}, title);
   series = series.filter((one) => one.values.some((value) => value !== null));
   if (!series.length) { make(figure, "p", { class: "hint" }, "nothing recorded yet"); return; }
-  if (series.length > 1) for (const one of series) key(caption, one);
+  if (series.length > 1) for (const one of series) addKey(caption, one);
   if (series.some((one) => one.spikes?.length)) make(caption, "span", { class: "key" }, "▼ spike");
   const domain = span(series);
   const svg = make(figure, "svg", { role: "img", tabindex: 0, "aria-label": spoken(title, series), height: HEIGHT });

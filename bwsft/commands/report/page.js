@@ -7,7 +7,7 @@ window.addEventListener("error", (event) => { document.documentElement.dataset.e
 // A table that scrolls by itself where it is too wide. Its first column names the row.
 function table(parent, label, { head, rows }, marked = () => false) {
   if (!rows.length) return;
-  const box = make(parent, "div", { class: "wide", tabindex: 0, role: "region", "aria-label": label });
+  const box = make(parent, "div", { class: "wide", tabindex: 0, role: "group", "aria-label": label });
   const node = make(box, "table"), top = make(make(node, "thead"), "tr"), body = make(node, "tbody");
   for (const title of head) make(top, title ? "th" : "td", title ? { scope: "col" } : {}, title);
   for (const [label, ...values] of rows) {
@@ -28,11 +28,11 @@ function drawFacts(parent, facts, several) {
 }
 
 function drawSpikes(parent, runs) {
-  const most = 50, several = runs.length > 1;
+  const shown = 20, several = runs.length > 1;
   const all = runs.flatMap((run) => run.spikes.map(([step, ...what]) => [...(several ? [run.name] : []), step.toLocaleString("en"), ...what]));
   if (!all.length) { make(parent, "p", { class: "hint" }, "None so far."); return; }
-  table(parent, "Spikes", { head: [...(several ? ["run"] : []), "step", "what", "what became of it"], rows: all.slice(0, most) });
-  if (all.length > most) make(parent, "p", { class: "hint" }, `${all.length - most} more are marked in the curves.`);
+  table(parent, "Spikes", { head: [...(several ? ["run"] : []), "step", "what", "what became of it"], rows: all.slice(0, shown) });
+  if (all.length > shown) make(parent, "p", { class: "hint" }, `${all.length - shown} more are marked in the curves.`);
 }
 
 // A page of a run in progress loads itself again, not while somebody reads a figure by keyboard.

@@ -40,8 +40,13 @@ def run_report(options: ReportOptions) -> int:
     def read() -> list[Recorded]:
         return [read_run(*pair) for pair in zip(folders, names, strict=True)]
 
+    def write_quick(going: list[bool]) -> list[Recorded]:
+        runs = read()
+        write(path, quick(runs, going))
+        return runs
+
     if options.watch:
-        follow(folders, path, lambda going: write(path, quick(read(), going)), read)
+        follow(folders, path, write_quick)
     data = collect(read(), options)
     for note in data["notes"]:
         print(note, file=sys.stderr)

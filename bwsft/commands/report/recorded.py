@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from bwsft import config as c
-from bwsft.training.guards import SpikeGuard
 from bwsft.training.metrics import read_log, running_mean
 from bwsft.training.run_files import DATA, FACTS, repros
 from bwsft.utils import strict_json
@@ -87,19 +86,18 @@ def thin(values: list[float | None], every: int) -> list[float | None]:
 def spikes(run: Recorded) -> list[tuple[int, str, str]]:
     """(step, what was wrong, what became of it) of every update that the spike guard reports, and
     of those that ended the run."""
-    guard, found = SpikeGuard(run.config.watch, {}), {}
+    found = {}
     for line in run.metrics:
-        values = {name: column([line], name)[0] for name in SpikeGuard.NAMES}
-        if None not in values.values() and (what := guard.judge(**values)):
+        if what := line.get("spike"):
             became = "its update was left out" if line.get("skipped") else "the run went on"
-            found[line["step"]] = what, became
+            found[line["step"]] = str(what), became
     for path in repros(run.folder):
         try:
             facts = strict_json.read_object(path / FACTS)
             step, what = facts["step"] + 1, facts["what"]
         except (ValueError, OSError, KeyError, TypeError):  # half a folder is no fault of the run
             continue
-        _, became = found.get(step, (what, "the run ended"))
+        what, became = found.get(step, (what, "the run ended"))
         found[step] = what, f"{became}; bwsft replay {path}"
     return [(step, *found[step]) for step in sorted(found)]
 
@@ -119,9 +117,8 @@ def facts(run: Recorded, spiked: list[tuple[int, str, str]]) -> list[tuple[str, 
             total = sum(n for n in column(run.metrics, name) if n is not None)
             found.append((f"{label}/s", f"{total / seconds:,.0f}"))
         found.append(("training time", duration(seconds)))
-    if spiked:
-        out = sum(bool(record.get("skipped")) for record in run.metrics)
-        found.append(("spikes", f"{len(spiked):,}" + (f", {out:,} left out" if out else "")))
+    out = sum(bool(record.get("skipped")) for record in run.metrics)
+    found.append(("spikes", f"{len(spiked):,}" + (f", {out:,} left out" if out else "")))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import time
 from collections.abc import Iterable
@@ -101,6 +102,7 @@ def provenance(run: Recorded, checkpoint: Path | None) -> list[tuple[str, str]]:
     return [*found, ("page made", time.strftime("%Y-%m-%d %H:%M:%S %z"))]
 
 
+@functools.cache
 def source_commit() -> str | None:
     """The commit of a source checkout; None for an installed package."""
     root = Path(__file__).resolve().parents[3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -18,27 +17,22 @@ LOGS = ("metrics.jsonl", "eval.jsonl")
 
 
 def follow(
-    folders: tuple[Path, ...],
-    path: Path,
-    write: Callable[[list[bool]], None],
-    read: Callable[[], list[Recorded]],
+    folders: tuple[Path, ...], path: Path, write: Callable[[list[bool]], list[Recorded]]
 ) -> None:
-    """write(which runs go on) whenever a run has written something, until all have ended. Ctrl-C:
-    once more, as if they had, and KeyboardInterrupt."""
+    """write(which runs go on), the page at `path`, whenever a run has written something, until all
+    have ended. Ctrl-C: once more, as if they had, and KeyboardInterrupt."""
     wait_for(folders)
-    told, bar = None, None
+    told = None
     try:
-        with contextlib.ExitStack() as stack:
+        with tqdm(unit="step") as bar:
             while any(going := [goes_on(folder) for folder in folders]):
                 began = time.monotonic()
                 if (now := (going, sizes(folders))) != told:
-                    write(going)
+                    runs = write(going)
                     if told is None:
-                        print(path, flush=True)
-                    runs = read()
-                    total = sum(run.config.steps for run in runs)
-                    bar = bar or stack.enter_context(tqdm(total=total, unit="step", miniters=0))
-                    bar.n = sum(run.done for run in runs)
+                        bar.write(str(path))
+                        bar.initial = sum(run.done for run in runs)
+                    bar.n, bar.total = sum(r.done for r in runs), sum(r.config.steps for r in runs)
                     bar.refresh()
                     told = now
                 # Long logs take long to read: spend a tenth of the time on it at most.
