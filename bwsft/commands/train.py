@@ -47,8 +47,9 @@ def parse_train(argv: list[str]) -> c.Config:
         show_all(TrainFlags(**vars(base), config=path), about(base))
     if {"-h", "--help"} & set(words):
         show_common(base, about(base))
-    if take(words, "--steps")[1] is not None:
-        if take(words, "--epochs")[1] is not None:
+    given = {word.partition("=")[0] for word in words}
+    if "--steps" in given:
+        if "--epochs" in given:
             raise ValueError("--steps and --epochs both say how long to train: leave one out")
         base = dataclasses.replace(base, epochs=None)  # flags win over a file
     base = TrainFlags(**vars(base), config=path)
