@@ -165,7 +165,7 @@ def test_the_card_says_what_the_run_says(run, tmp_path):
     for line in (
         "# my model", "trained with Blockwise SFT", "Base: `base`, a local folder.",
         "- data: `*set*'<b>'| # no.jsonl`\n",
-        "- updates: 1, of 8 sequences each", "LoRA, r 2, alpha 512",
+        "- updates: 1, of 32 sequences each", "LoRA, r 2, alpha 512",
         "2.5000 nats per token at update 0, 1.2500 at update 1\n",
         "bwsft generate --model 'my model' --prompt", 'Decoder.load("my model"',
         "context mode `cached`, blocks of 8 on a canvas of 40 tokens",

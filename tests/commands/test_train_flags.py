@@ -59,7 +59,7 @@ def test_help_shows_what_matters_and_names_the_rest(capsys):
     for words in (["--help"], ["debug", "-h"], ["debug", "--steps", "5", "--help"]):
         out, flags = shown(capsys, *words)
         assert flags == common and "--help-all" in out
-    assert "(default: 0.001)" in out  # debug's learning rate
+    assert f"(default: {presets.debug().optim.lr})" in out
     out, flags = shown(capsys, "debug", "--help-all")
     every = {f"--{path}".replace("_", "-") for path in flat(dataclasses.asdict(c.Config()))}
     assert every <= flags

@@ -33,7 +33,7 @@ NAMED += "local folder can be given instead"
 
 
 @pytest.mark.parametrize("words", [
-    "train llada-8b-lora --model some/model",
+    "train llada-8b-lora --model some/model --data q.jsonl",
     "train debug --tokenizer some/model",
     "chat --model some/model",
     "generate --model some/model --prompt hello",
