@@ -9,6 +9,7 @@ import sys
 
 import jsonl
 import pytest
+from harness_tasks import CHOICES, SUMS, write_task
 
 from bwsft.data import word_problems as wordproblems
 from bwsft.decoding.config import DecodeConfig
@@ -21,34 +22,6 @@ needs_harness = pytest.mark.skipif(
     reason="lm-evaluation-harness is missing: pip install 'bwsft[lm-eval]'",
 )
 ANSWER = r"The answer is: (-?[0-9]+)"
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-  cache_dir: {cache}
-test_split: test
-doc_to_text: "{{{{question}}}}"
-output_type: {kind}
-"""
-SUMS = """
-doc_to_target: "{{answer.split('#### ')[-1]}}"
-generation_kwargs: {until: ["<never>"], do_sample: false, max_gen_toks: 37}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-filter_list:
-  - name: answer
-    filter:
-      - {function: regex, regex_pattern: "The answer is: (-?[0-9]+)"}
-      - {function: take_first}
-"""
-CHOICES = """
-target_delimiter: ""
-doc_to_choice: "{{choices}}"
-doc_to_target: 0
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-"""
 
 
 def test_without_the_harness_the_error_says_what_to_install(monkeypatch):
@@ -81,9 +54,7 @@ def tasks(tmp_path):
         ("sums", "generate_until", sums, SUMS),
         ("choices", "multiple_choice", choices, CHOICES),
     ):
-        data = jsonl.write(tmp_path / f"{name}.jsonl", *rows)
-        text = TASK.format(name=name, kind=kind, data=data, cache=tmp_path / "cache")
-        (tmp_path / f"{name}.yaml").write_text(text + rest)
+        write_task(tmp_path, name, kind, rows, rest)
     return tmp_path
 
 

@@ -1,5 +1,6 @@
 """A stranger's first hour: a fresh clone, a fresh home, and what the output says to do next."""
 
+import importlib.util
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness_tasks import SUMS, write_task
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = os.environ.get("BWSFT_DATA_DIR")
@@ -53,6 +55,23 @@ def accuracy(hour, command, name):
     return json.loads((hour.base / name).read_text())["ladder_accuracy"]
 
 
+def harness_score(hour, model):
+    """exact_match of lm-evaluation-harness on the problems of test.jsonl."""
+    asked = [json.loads(line) for line in (hour.base / "test.jsonl").read_text().splitlines()]
+    rows = [
+        {"question": p["query"], "answer": p["response"].replace("The answer is:", "####")}
+        for p in asked
+    ]
+    folder = hour.base / "tasks"
+    folder.mkdir()
+    write_task(folder, "sums", "generate_until", rows, SUMS)
+    words = [sys.executable, "-m", "bwsft.lm_eval_model", "run", "--model", "bwsft"]
+    words += ["--model_args", f"pretrained={model}", "--tasks", "sums", "--include_path", folder]
+    done = subprocess.run(words, cwd=hour.base, env=hour.env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return float(re.search(r"\|sums.*exact_match\W+([0-9.]+)", done.stdout)[1])
+
+
 def test_demo(hour):
     output = hour("bwsft demo --steps 4 --problems 4")
     assert "after Blockwise SFT" in output and "run folder:" in output
@@ -72,6 +91,8 @@ def test_train_score_export_and_go_on(hour):
     run, out = (shlex.split(export)[shlex.split(export).index(f) + 1] for f in ("--model", "--out"))
     assert accuracy(hour, score.replace(f"--model {run}", f"--model {out}"), "out.json") == before
     assert before > 0.2
+    if importlib.util.find_spec("lm_eval"):
+        assert harness_score(hour, out) == pytest.approx(before, abs=1e-3)
     code = (
         "import bwsft, json, sys\n"
         "asked = [json.loads(line) for line in open('test.jsonl')][0]['query']\n"
@@ -102,7 +123,7 @@ def test_own_records(hour):
 @pytest.mark.skipif(not DATA, reason="BWSFT_DATA_DIR is not set")
 def test_gsm8k(hour):
     shutil.copy(Path(DATA) / "gsm8k" / "train.jsonl", hour.base / "gsm8k.jsonl")
-    refused = hour("bwsft train debug --data gsm8k.jsonl --max-length 72", status=2)
+    refused = hour("bwsft train debug --data gsm8k.jsonl --max-length 72 --out x", status=2)
     assert "--max-length" in refused
     shown = hour("bwsft data gsm8k.jsonl")
     command = named(shown, "train on it:\n")
