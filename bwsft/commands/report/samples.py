@@ -57,7 +57,7 @@ def ask_models(
     why = None
     if not options.samples:
         why = "--samples 0."
-    elif not config.dataset.holdout:
+    elif config.dataset.holdout == 0:
         why = "the run holds no examples out (--dataset.holdout 0)."
     else:
         try:
