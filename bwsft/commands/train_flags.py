@@ -16,12 +16,12 @@ from bwsft.utils.spelling import meant
 
 # The settings that `bwsft train PRESET --help` shows, by their short names.
 COMMON = {
-    "data": ("model", "data", "template", "out", "resume", "max-length"),
+    "data": ("model", "data", "subset", "split", "template", "out", "resume"),
     "training": (
         "epochs", "steps", "batch-size", "micro-batch-size", "lr", "warmup", "lora-rank", "seed"
     ),
     "blocks": ("objective", "block-size", "gen-length", "context"),
-    "progress": ("eval-every", "save-every"),
+    "progress": ("eval-every",),
 }  # fmt: skip
 OWN = ("--config", "--print-config", "--no-print-config", "--help", "--help-all", "-h")
 OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}  # old spelling
