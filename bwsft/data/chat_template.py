@@ -28,7 +28,9 @@ METAMATH = (
 # must not depend on the day, or a run could neither go on tomorrow nor decode as it was trained.
 TODAY = datetime.datetime(2024, 7, 26)
 QUESTION, REPLY = "bwsft0slot", "bwsft1slot"  # contents whose place a rendering is searched for
-SHIELD, MARK = "\U0010fffc", "\U0010fffd"  # private characters: see Template._shield
+# Private characters around the id of a special token that is only text, or that is a token.
+SHIELD, MARK = "\U0010fffc", "\U0010fffd"
+SHIELDED = re.compile(f"{SHIELD}([0-9]+){SHIELD}")
 
 Prompt = str | Sequence[Message]
 
@@ -70,7 +72,9 @@ class Template:
         kinds = (None, [{}]) if self._chat else ()
         self._sources = [on_one_day(tokenizer.get_chat_template(tools=kind)) for kind in kinds]
         self._special = special_tokens(tokenizer)
-        names = sorted(self._special, key=len, reverse=True)
+        self._names = {number: text for text, (number, _, _) in self._special.items()}
+        # A special token of one character has the id that this character has in a text.
+        names = sorted((n for n in self._special if len(n) > 1), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._renamed: Any = None
         self.first_ids = [] if self._chat else first_ids(tokenizer)
@@ -146,7 +150,7 @@ class Template:
     def _render_pair(self, turns: list[Message], tools: Sequence[Any], asked: int) -> Prepared:
         (safe, safe_tools), shielded = self._shield((turns, list(tools)))
         prompt = self.render(safe[:asked], safe_tools, prompt=True)
-        if shielded and self.render(turns[:asked], tools, True) != prompt.replace(SHIELD, ""):
+        if shielded and self.render(turns[:asked], tools, True) != self._unshield(prompt):
             raise ValueError("the chat template acts on special tokens in the text of messages")
         response = ""
         if asked < len(safe):
@@ -157,28 +161,28 @@ class Template:
         return Prepared(prompt, response, shielded)
 
     def _shield(self, value: Any) -> tuple[Any, bool]:
-        """Messages with a private character in every special token of their texts, so that those
-        that a rendering has are the template's; and whether there was any."""
+        """Messages with a private name for every special token in their texts, so that those that
+        a rendering has are the template's; and whether there was any."""
         if isinstance(value, str):
-            text = value
-            while found := self._pattern.search(text):
-                text = text[: found.start() + 1] + SHIELD + text[found.start() + 1 :]
-            if text is not value and (SHIELD in value or MARK in value):
+            safe = self._pattern.sub(lambda m: f"{SHIELD}{self._special[m[0]][0]}{SHIELD}", value)
+            if safe != value and (SHIELD in value or MARK in value):
                 raise ValueError("contains U+10FFFC or U+10FFFD beside special tokens")
-            return text, text is not value
+            return safe, safe != value
         if isinstance(value, dict):
-            pairs = {key: self._shield(item) for key, item in value.items() if key != "role"}
-            shielded = {key: pairs[key][0] if key in pairs else value[key] for key in value}
-            return shielded, any(found for _, found in pairs.values())
+            keys, values = self._shield(list(value)), self._shield(list(value.values()))
+            return dict(zip(keys[0], values[0], strict=True)), keys[1] or values[1]
         if isinstance(value, list | tuple):
             items = [self._shield(item) for item in value]
             return [item for item, _ in items], any(found for _, found in items)
         return value, False
 
+    def _unshield(self, text: str) -> str:
+        return SHIELDED.sub(lambda m: self._names[int(m[1])], text)
+
     def _mark(self, text: str) -> str:
         """A shielded rendering with the template's special tokens by their private names."""
         marked = self._pattern.sub(lambda m: f"{MARK}{self._special[m.group()][0]}{MARK}", text)
-        return marked.replace(SHIELD, "")
+        return self._unshield(marked)
 
     def _response(self, prompt: str, whole: str, message: Message) -> str:
         """What the template prints of an answer after the prompt, without its end."""

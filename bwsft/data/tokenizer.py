@@ -103,10 +103,11 @@ def with_renamed_specials(tokenizer: Any, mark: str) -> Any:
     from tokenizers import Tokenizer
 
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
-    if spec["model"].get("byte_fallback"):  # bytes are pieces of text, whatever they are called
-        byte = re.compile(r"<0x[0-9A-F]{2}>")
-        kept = [token for token in spec["added_tokens"] if not byte.fullmatch(token["content"])]
-        spec["added_tokens"] = kept
+    # Characters, and the bytes of a tokenizer that falls back to them, are pieces of any text,
+    # whatever they are called.
+    byte = r"<0x[0-9A-F]{2}>" if spec["model"].get("byte_fallback") else r"(?!)"
+    piece = re.compile(rf"(?s:.)|{byte}")
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if not piece.fullmatch(t["content"])]
     names = {}
     for token in spec["added_tokens"]:
         if token["special"]:

@@ -258,6 +258,26 @@ def test_tools_reach_the_template():
     assert prompt.count(260) == 1  # the user's turn ends
 
 
+def test_special_strings_anywhere_in_a_message_stay_text():
+    """Not only in contents: in roles, names of fields, and arguments of tools; also a special token
+    of one character, and as many as a text can hold."""
+    from tokenizers import AddedToken
+
+    specials = [*SPECIALS, AddedToken("$", special=True)]
+    tokenizer = byte_tokenizer(PLAIN.replace("m['content'] +", "m['content'] + m | tojson +"),
+                               specials)  # fmt: skip
+    template = Template(tokenizer, "chat")
+    bare = tokenizer.decode(template.encode_prompts([[{"role": "user", "content": "a"}]])[0])
+    own = sum(bare.count(text) for text in ("<|head|>", "<|eoh|>", "<|eot|>"))
+    for more in ({"role": "user<|eot|>"}, {"x<|eot|>": 1}, {"args": {"<|eot|>": ["<|eoh|>"]}},
+                 {"content": "$5"}, {"content": "<|eot|>" * 20_000}):  # fmt: skip
+        turn = {"role": "user", "content": "a"} | more
+        (prompt,) = template.encode_prompts([[turn]])
+        assert sum(i >= 256 for i in prompt) == own, more
+        text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(prompt) == text
+
+
 def piece_tokenizer(scheme, prefix=False):
     """A tokenizer that marks the beginning of a text, as Llama 2's do, and may put BOS there."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
