@@ -27,6 +27,7 @@ from bwsft.data.tokenizer import load_tokenizer
 from bwsft.presets import PRESETS, for_own_data
 from bwsft.training.run_data import data_options, follow_data
 from bwsft.utils.files import write_atomic
+from bwsft.utils.lines import printable
 
 GENERATED = 1000  # word problems, where --limit says no other number
 LOOKED_AT = 1000  # records that decide whether a chat template is needed
@@ -128,11 +129,6 @@ def show(console: Console, config: c.Config, examples: TokenizedSet, tokenizer: 
     seen = Text(printable(tokenizer.decode(example.prompt)), style="dim")
     seen.append(printable(tokenizer.decode(example.response)), style="not dim underline")
     console.print(seen)
-
-
-def printable(text: str) -> str:
-    """Others' text without what a terminal would act on."""
-    return "".join(char if char.isprintable() or char == "\n" else "�" for char in text)
 
 
 def training(command: DataCommand, config: c.Config, examples: TokenizedSet) -> list[str]:

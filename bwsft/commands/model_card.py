@@ -16,6 +16,7 @@ from bwsft.checkpoints.generation_config import DecodingContract
 from bwsft.checkpoints.resolve import Trained
 from bwsft.commands.export_files import Origin, is_hub_id
 from bwsft.training.metrics import read_log
+from bwsft.utils.lines import one_line
 from bwsft.version import __version__
 
 DATA_FILE = re.compile(r"\.(jsonl?|ndjson|csv|parquet|gz)$", re.I)
@@ -49,14 +50,12 @@ def model_card(trained: Trained, origin: Origin, name: str) -> str:
 
 def plain(text: str) -> str:
     """Somebody's text as Markdown shows it: one line, nothing of it markup."""
-    line = "".join(c if c.isprintable() else " " for c in text)[:200]
-    return re.sub(r"([\\`*_{}\[\]<>()#+!|&~$-])", r"\\\1", line)
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|&~$-])", r"\\\1", one_line(text)[:200])
 
 
 def code(text: str) -> str:
     """Somebody's name as a code span."""
-    line = "".join(c if c.isprintable() else " " for c in text)[:200]
-    return f"`{line.replace('`', chr(39))}`"
+    return f"`{one_line(text)[:200].replace('`', chr(39))}`"
 
 
 def front_matter(trained: Trained, origin: Origin) -> str:
@@ -108,7 +107,7 @@ def about(trained: Trained, origin: Origin) -> str:
 
 def decoding(name: str, contract: DecodingContract | None) -> list[str]:
     """How to decode it, as a command and in Python."""
-    name = "".join(c for c in name if c.isprintable())
+    name = one_line(name)
     command = f"""```
 bwsft generate --model {shlex.quote(name)} --prompt "How many eggs are in 4 bags of 9?"
 ```

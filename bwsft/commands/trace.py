@@ -15,6 +15,7 @@ from rich.text import Text
 
 from bwsft.commands.options import TraceOptions
 from bwsft.evaluation.answer_files import read_records
+from bwsft.utils.lines import printable
 
 LARGEST = 100_000  # positions or steps of a trace
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -76,9 +77,8 @@ def unmasking(
             text.append("·", style="dim")
             continue
         shade = 110 + round(145 * step_of[position] / last)
-        piece = pieces[position].replace("\n", "⏎")
         # A token may hold an escape sequence that a terminal obeys.
-        piece = "".join(c if c.isprintable() else "�" for c in piece)
+        piece = printable(pieces[position]).replace("\n", "⏎")
         text.append(piece, style=f"rgb({shade},{shade},255) bold")
         text.append(f"{step_of[position] + 1} ".translate(SUBSCRIPTS), style="dim")
     return text

@@ -39,4 +39,9 @@ def finished(content: AnyStr) -> list[AnyStr]:
 
 def one_line(text: str) -> str:
     """Somebody's text as a terminal may print it: one line, nothing that moves the cursor."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    return printable(text, "", " ")
+
+
+def printable(text: str, keep: str = "\n", by: str = "\ufffd") -> str:
+    """Somebody's text with `by` for each character that is not printable and not one to `keep`."""
+    return "".join(c if c.isprintable() or c in keep else by for c in text)
