@@ -23,17 +23,19 @@ def outcome(folder: Path, config: c.Config, done: int) -> list[str]:
         stopped = f"stopped after step {done} of {config.steps}; go on with"
         return [*lines, f"{stopped} bwsft train --resume {run}"]
     generated = word_problems.named(config.data)
-    question, data = "TEXT", "FILE"
+    question, score = "TEXT", []
     if generated is not None:
         (problem,) = word_problems.generate(1, TEST_SEED, "test", generated.largest)
         question = problem["query"]
         data = f"wordproblems-{generated.largest}-seed{TEST_SEED}"
-        lines.append(f"test problems: bwsft data {data} --split test --limit 100 --out test.jsonl")
-        data = "test.jsonl"
+        score = [
+            f"test problems: bwsft data {data} --split test --limit 100 --out test.jsonl",
+            f"score it: bwsft evaluate --task gsm8k --model {run} --data test.jsonl",
+        ]
     return [
         *lines,
         f"ask it: bwsft generate --model {run} --prompt {shlex.quote(question)}",
-        f"score it: bwsft evaluate --task gsm8k --model {run} --data {data}",
+        *score,
         f"see it: bwsft report {run}",
         f"hand it on: bwsft export --model {run} --out {run}-model",
         f"run folder: {folder}",
