@@ -4,12 +4,12 @@ replay too.
 """
 
 import contextlib
-import sys
 
 import fused_loss_bugs
 import pytest
 import torch
 import torch.nn.functional as F
+from bwsft_kernels import _linear_cross_entropy_sweep
 from bwsft_kernels import linear_cross_entropy as loss_of
 from fused_loss_bugs import full, problem
 
@@ -75,18 +75,17 @@ def test_only_what_needs_a_gradient_gets_one(train, reduction):
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_no_gradient_is_made_where_none_is_wanted(context, monkeypatch):
-    module = sys.modules["bwsft_kernels._linear_cross_entropy"]
-    wanted, kernel = [], module.cross_entropy_rows_
+    products, product = [], _linear_cross_entropy_sweep.product
     monkeypatch.setattr(
-        module, "cross_entropy_rows_", lambda *a: wanted.append(a[-1]) or kernel(*a)
+        _linear_cross_entropy_sweep, "product", lambda *a: products.append(a) or product(*a)
     )
     x, weight, target = problem()
     with context():
         loss = loss_of(x, weight, target)
-    assert wanted == [False] and not loss.requires_grad
+    assert not products and not loss.requires_grad
     assert_close([loss], [full(x, weight, target)])
     loss_of(x, weight, target)
-    assert wanted == [False, True]
+    assert len(products) == 1
 
 
 @pytest.mark.parametrize("wrong", [V, V + 5, -1, 2**40])

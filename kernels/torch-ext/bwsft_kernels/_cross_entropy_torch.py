@@ -1,78 +1,117 @@
-"""Cross-entropy of rows of logits that become their own gradient, in torch.
+"""Losses of rows under a linear head, and logits that become their own gradient, in torch.
 
-The reference implementation of the Triton kernel of the same name.
-Letters: N rows of logits, n of them handled at a time, V vocabulary.
+The reference implementation of the Triton kernels in _linear_cross_entropy_fwd_triton.py.
+Letters: N rows of a chunk, n of them handled at a time, D hidden size, V vocabulary.
+
+A row's softmax is taken over the other classes than its target y: with L their log-sum-exp,
+d = L - z_y and q their softmax, the loss is log(1 + e^d) and its gradient sigmoid(d) * (q_j for the
+others, -1 for y). Both keep their digits where the model is sure of the target, and sigmoid(d)
+times the row's weight is one number a row, which the matrix products after it can take.
 """
 
 import torch
 from torch import Tensor
 
-# Bounds the fp32 copies of 16-bit logits. Not smaller: a block is a dozen parallel regions, each of
-# which waits for the thread that a busy machine took away (16 blocks: 1.9 s, one block: 0.7 s).
-ROW_BLOCK_BYTES = 64 << 20
+# The fp32 copies of 16-bit logits. One thread: what its cache holds. More: larger, because a block
+# is a handful of parallel regions, each of which waits for the thread that a busy machine took away
+# (16 blocks: 1.9 s, one block: 0.7 s).
+CACHE_BYTES, SHARED_BYTES = 1 << 19, 64 << 20
+NEVER = -3.0e38  # a logit whose probability is 0; -inf would make NaN of a row without others
 
 
-def cross_entropy_rows_(
-    logits: Tensor,  # [N, V] of any float dtype, scratch
+def row_bytes(vocabulary: int, dtype: torch.dtype, rows: int, device: torch.device) -> int:
+    """Bytes of scratch that one row of `loss_and_grad` takes."""
+    return vocabulary * dtype.itemsize
+
+
+def loss_and_grad(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V] of one dtype
     target: Tensor,  # [N] int64 in [0, V)
-    row_weight: Tensor,  # [N] fp32
-    smoothing: Tensor | float,  # [N] fp32
-    softcap: float | None, excluded_id: int | None, want_grad: bool,
-) -> Tensor:  # [N] fp32 (fp64 for fp64)
-    """The unweighted loss of each row; with want_grad, logits end as row_weight * (d loss / d
-    logits), else undefined."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    loss = torch.empty(len(logits), dtype=wide, device=logits.device)
-    step = max(1, ROW_BLOCK_BYTES // (logits.shape[1] * wide.itemsize))
-    for start in range(0, len(logits), step):
-        part = slice(start, start + step)
-        weight = row_weight[part] if want_grad else None
-        smooth = smoothing[part] if isinstance(smoothing, Tensor) else smoothing
-        values = logits[part].to(wide)
-        loss[part] = _block_(values, target[part, None], weight, smooth, softcap, excluded_id)
-        if want_grad and values.dtype != logits.dtype:
-            logits[part] = values
-    return loss
-
-
-def _block_(
-    values: Tensor,  # [n, V] fp32 or fp64
-    target: Tensor, weight: Tensor | None, smoothing: Tensor | float,  # [n, 1], [n], [n]
+    row_weight: Tensor,  # [N] fp32 (fp64 for fp64)
+    smoothing: Tensor | float,  # [N] as row_weight
     softcap: float | None, excluded_id: int | None,
-) -> Tensor:  # [n]
-    """A block of `cross_entropy_rows_`; no weight: no gradient."""
-    want_grad, smooth = weight is not None, isinstance(smoothing, Tensor) or smoothing > 0
-    slope = None
+    scratch: Tensor,  # uint8, N * row_bytes
+) -> tuple[Tensor, Tensor, Tensor]:  # [N], [N, V], [N]
+    """(unweighted loss in at least fp32, g in the dtype of x, s): g * s[:, None] is row_weight times
+    the gradient of the logits. g lies in `scratch`."""
+    size, vocabulary = len(x), len(weight)
+    used = size * vocabulary * x.dtype.itemsize
+    logits = scratch[:used].view(x.dtype).view(size, vocabulary)
+    if bias is None:
+        torch.mm(x, weight.t(), out=logits)
+    else:
+        torch.addmm(bias, x, weight.t(), out=logits)
+    wide = row_weight.dtype
+    # The product above rounds 16-bit logits; the target's is made again in fp32.
+    picked = (x.to(wide) * weight[target].to(wide)).sum(1)
+    if bias is not None:
+        picked += bias[target].to(wide)
+    loss, scale = torch.empty_like(row_weight), torch.empty_like(row_weight)
+    step = _block_rows(size, vocabulary, wide, in_place=wide == x.dtype)
+    copy = logits if wide == x.dtype else torch.empty(step, vocabulary, dtype=wide, device=x.device)
+    for start in range(0, size, step):
+        rows = slice(start, start + step)
+        values = logits[rows]
+        if wide != x.dtype:
+            values = copy[: len(values)].copy_(values)
+        part = smoothing[rows] if isinstance(smoothing, Tensor) else smoothing
+        loss[rows], scale[rows] = _become_gradient_(
+            values, picked[rows], target[rows], row_weight[rows], part, softcap, excluded_id,
+            expand=x.dtype == torch.float16,
+        )
+        if wide != x.dtype:
+            logits[rows] = values
+    return loss, logits, scale
+
+
+def _block_rows(size: int, vocabulary: int, wide: torch.dtype, in_place: bool) -> int:
+    if in_place and torch.get_num_threads() > 1:
+        return max(1, size)
+    budget = CACHE_BYTES if torch.get_num_threads() == 1 else SHARED_BYTES
+    return max(1, min(size, budget // (vocabulary * wide.itemsize)))
+
+
+def _become_gradient_(
+    values: Tensor,  # [n, V] logits, of which g is made in place
+    picked: Tensor, target: Tensor, weight: Tensor,  # [n]
+    smoothing: Tensor | float,  # [n]
+    softcap: float | None, excluded_id: int | None,
+    expand: bool,  # g holds s already, for a dtype that can't hold small q
+) -> tuple[Tensor, Tensor]:  # loss [n], s [n]
+    (size, classes), slope = values.shape, None
+    smooth = isinstance(smoothing, Tensor) or smoothing > 0
     if softcap is not None:
         values.div_(softcap).tanh_()
-        slope = 1 - values * values if want_grad else None
+        slope = 1 - values * values
         values.mul_(softcap)
-    picked = values.gather(1, target)[:, 0]
-    classes = values.shape[1] - (excluded_id is not None)
+        picked = softcap * (picked / softcap).tanh()
+    rows = torch.arange(size, device=values.device)
+    if excluded_id is not None:
+        classes -= 1
+        values[:, excluded_id] = 0
+    mean = values.sum(1) / classes if smooth else 0
+    if excluded_id is not None:
+        values[:, excluded_id] = NEVER
+    values[rows, target] = NEVER
+    top = values.amax(1)
+    torch.softmax(values, 1, out=values)
+    gap = top - values.amax(1).log() - picked
+    # Infinite logits aren't a loss of 0: inf - inf is NaN.
+    loss = torch.logaddexp(gap, torch.zeros_like(gap)) + (picked - picked)
+    scale = weight * gap.sigmoid()
+    if not (smooth or softcap is not None or expand):
+        values[rows, target] = -1
+        return loss, scale
+    values.mul_(scale[:, None])
+    at_target = -scale
     if smooth:
+        loss += smoothing * (picked - mean)
+        share = smoothing / classes
+        values.sub_((weight * share)[:, None])
+        at_target += weight * (smoothing - share)
         if excluded_id is not None:
             values[:, excluded_id] = 0
-        mean = values.sum(1) / classes
-    if excluded_id is not None:
-        values[:, excluded_id] = float("-inf")
-    top = values.amax(1)
-    values.sub_(top[:, None]).exp_().scatter_(1, target, 0)
-    rest = values.sum(1)
-    norm = rest + (picked - top).exp()
-    plain = norm.log() - (picked - top)
-    # (1 - s) (lse - z_y) + s (lse - mean z)
-    loss = plain + smoothing * (picked - mean) if smooth else plain
-    if want_grad:
-        values.mul_((weight / norm)[:, None])
-        # p - 1 as a quotient keeps its digits where the model is sure of the target.
-        at_target = -weight * rest / norm
-        if smooth:
-            share = smoothing / classes
-            values.sub_((weight * share)[:, None])
-            at_target += weight * (smoothing - share)
-            if excluded_id is not None:
-                values[:, excluded_id] = 0
-        values.scatter_(1, target, at_target[:, None])
-        if slope is not None:
-            values.mul_(slope)
-    return loss
+    values[rows, target] = at_target
+    if slope is not None:
+        values.mul_(slope)
+    return loss, torch.ones_like(scale)

@@ -113,13 +113,17 @@ def obstacle(tensor: Tensor) -> str | None:
     return None
 
 
+def check_impl(impl: str) -> None:
+    if impl not in ("auto", "triton", "torch"):
+        raise ValueError(f'impl must be "auto", "triton" or "torch", not {impl!r}')
+
+
 def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | None:
     """The module `name` of Triton kernels to use for `tensor`, or None for torch.
 
     Triton has no float64 path: "auto" takes torch for it, "triton" raises ValueError.
     """
-    if impl not in ("auto", "triton", "torch"):
-        raise ValueError(f'impl must be "auto", "triton" or "torch", not {impl!r}')
+    check_impl(impl)
     if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
         return None
     if (reason := obstacle(tensor)) is None:

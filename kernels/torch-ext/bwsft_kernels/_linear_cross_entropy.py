@@ -1,31 +1,33 @@
 """Cross-entropy of a linear head that multiplies only the supervised rows.
 
 Ignored rows leave before the matmul, so time and memory follow the N supervised rows and not the
-batch. A chunk of logits becomes its own gradient in place. For "mean" and "sum" the gradients are
-made in the forward pass, from logits that exist anyway; "none" makes them in backward, because
-there each row's upstream gradient must be known before the projection.
+batch. A chunk of logits becomes its own gradient in place. For "mean" and "sum" the gradients of
+input and bias are made in the forward pass, from logits that exist anyway, and the head's in
+backward, where the upstream factor is known; "none" makes all of them in backward, because there
+each row's upstream gradient must be known before the projection.
 Letters: T rows of the input, N supervised rows, D hidden size, V vocabulary.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ._cross_entropy_torch import cross_entropy_rows_
-from ._dispatch import graph_break, once_differentiable, tracked, triton_implementation
 from ._linear_cross_entropy_args import (
     LossOptions,
-    SelectedRows,
     check_head,
     check_options,
     check_target,
     matmul_dtype,
     per_row,
+    rows_to_multiply,
     select_rows,
 )
-from ._matmul import add_product_, no_autocast, plan_chunks, product
+from ._linear_cross_entropy_sweep import Swept, finish, head_bytes, losses, sweep
+from ._operators import differentiated, no_second_derivative, no_vmap
+from ._ops import add_op_namespace_prefix, ops
 
 
-@graph_break
 def linear_cross_entropy(
     input: Tensor,  # [..., D] fp32, fp16, bf16 or fp64
     linear_weight: Tensor,  # [V, D]; input's dtype, or any inside autocast
@@ -39,7 +41,7 @@ def linear_cross_entropy(
     options: object = None,
     row_weight: Tensor | None = None,  # [...]
     softcap: float | None = None, excluded_id: int | None = None,
-    num_rows: int | None = None, chunk_bytes: int = 512 << 20, impl: str = "auto",
+    num_rows: int | None = None, chunk_bytes: int | None = None, impl: str = "auto",
 ) -> Tensor:  # fp32 (fp64 for fp64): a scalar, or [...] with reduction "none"
     """torch.nn.functional.linear_cross_entropy, at the cost of the rows that aren't ignored.
 
@@ -47,158 +49,144 @@ def linear_cross_entropy(
     with zero gradients, if no row is kept. softcap c: logits become c * tanh(logits / c).
     excluded_id: this column leaves the softmax (SUBS of MDLM, arXiv:2406.07524).
     num_rows: host integer; rows after the first num_rows are not supervised, so a GPU needn't be
-    synchronized to count them. chunk_bytes: most bytes of logits at a time. `weight` and `options`
-    are torch's and unsupported. ValueError for what is unsupported or doesn't fit; a target outside
-    [0, V) too (on a GPU a device-side assertion, or ValueError with BWSFT_DEBUG=1).
+    synchronized to count them. chunk_bytes: most bytes of logits at a time, 512 MiB on a GPU and
+    128 MiB on a CPU where it isn't given. `weight` and `options` are torch's and unsupported.
+    ValueError for what is unsupported or doesn't fit; a target outside [0, V) too (on a GPU a
+    device-side assertion, or ValueError with BWSFT_DEBUG=1).
     """
     if weight is not None or options is not None:
         raise ValueError("weight (per class) and options are unsupported; see row_weight")
     check_head(input, linear_weight, linear_bias)
     check_target(target, input)
-    vocabulary = len(linear_weight)
-    check_options(reduction, softcap, excluded_id, chunk_bytes, label_smoothing, vocabulary)
+    check_options(
+        reduction, softcap, excluded_id, chunk_bytes, label_smoothing, num_rows, impl,
+        target.numel(), len(linear_weight))
     dtype = matmul_dtype(input, linear_weight, linear_bias)
-    options = LossOptions(reduction, softcap, excluded_id, chunk_bytes, impl, dtype)
-    ignore_index = -100 if ignore_index is None else ignore_index
-    with torch.no_grad():
-        row_weight = per_row(row_weight, "row_weight", target, options.wide)
-        smoothing = per_row(label_smoothing, "label_smoothing", target, options.wide)
-        rows = select_rows(
-            target, row_weight, smoothing, ignore_index, num_rows, options, vocabulary)
+    wide = torch.promote_types(dtype, torch.float32)
+    smoothing = per_row(label_smoothing, "label_smoothing", target, wide)
     tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
-    if tracked(*tensors):
-        return _LinearCrossEntropy.apply(*tensors, rows, options, target.shape)
-    return _reduce(_losses(*tensors, rows, options), rows, options, target.shape)
+    loss, *_ = ops.linear_cross_entropy_fwd(
+        *tensors, target.reshape(-1), per_row(row_weight, "row_weight", target, wide), smoothing,
+        0.0 if smoothing is not None else float(label_smoothing), reduction,
+        -100 if ignore_index is None else ignore_index, softcap, excluded_id, num_rows,
+        chunk_bytes, impl, dtype, [differentiated(tensor) for tensor in tensors])
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss with gradients of input, weight and bias."""
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-        rows: SelectedRows, options: LossOptions, shape: torch.Size,  # of the target
-    ) -> Tensor:
-        ctx.rows, ctx.options = rows, options
-        ctx.like = [None if t is None else (t.shape, t.dtype) for t in (x, weight, bias)]
-        if options.reduction == "none":
-            loss, saved = _losses(x, weight, bias, rows, options), (x, weight, bias)
-        else:
-            needs = ctx.needs_input_grad[:3]
-            loss, *saved = _sweep(x, weight, bias, rows, rows.weight, options, needs)
-        ctx.save_for_backward(*saved)
-        return _reduce(loss, rows, options, shape)
-
-    @staticmethod
-    @once_differentiable("linear_cross_entropy")
-    def backward(ctx, upstream: Tensor):  # a scalar, or shaped as the target
-        rows, options = ctx.rows, ctx.options
-        if options.reduction == "none":
-            upstream = upstream.reshape(-1).index_select(0, rows.index).to(options.wide)
-            needs = ctx.needs_input_grad[:3]
-            _, *grads = _sweep(*ctx.saved_tensors, rows, rows.weight * upstream, options, needs)
-        else:
-            # Out of place: a second backward must find the saved gradients as they were.
-            grads = [None if grad is None else grad * upstream for grad in ctx.saved_tensors]
-        pairs = zip(grads, ctx.like, strict=True)
-        grads = [None if grad is None else grad.to(like[1]) for grad, like in pairs]
-        if grads[0] is not None:
-            full = grads[0].new_zeros(ctx.like[0][0])
-            grads[0] = full.index_copy_(0, rows.index, grads[0])
-        return *grads, None, None, None
-
-
-def _reduce(
-    loss: Tensor,  # [N] unweighted
-    rows: SelectedRows, options: LossOptions, shape: torch.Size,
-) -> Tensor:  # a scalar, or of `shape`
+@torch.library.custom_op(add_op_namespace_prefix("linear_cross_entropy_fwd"), mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
+    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [T]
+    smooth: float, reduction: str, ignore_index: int, softcap: float | None,
+    excluded_id: int | None, num_rows: int | None, chunk_bytes: int | None, impl: str,
+    dtype: torch.dtype,
+    needs: Sequence[bool],  # gradients of x, weight, bias
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, then the fields of `Swept`, empty where no gradient is made)."""
+    options = LossOptions(
+        reduction, smooth, ignore_index, softcap, excluded_id, num_rows, chunk_bytes, impl, dtype)
+    rows = select_rows(target, row_weight, smoothing, options, len(weight))
+    if reduction == "none" or not any(needs):
+        loss = losses(x, weight, bias, rows, options)
+        kept = [loss.new_empty(0) for _ in Swept._fields]
+    else:
+        loss, kept = sweep(x, weight, bias, rows, options, needs)
     # A row without weight adds 0, even if its loss isn't finite.
     loss = torch.where(rows.weight == 0, 0, loss * rows.weight)
-    if options.reduction != "none":
-        return loss.sum()
-    out = loss.new_zeros(shape)
-    out.view(-1).index_copy_(0, rows.index, loss)
-    return out
+    if reduction != "none":
+        return loss.sum(), *kept
+    return rows.spread(loss, len(target)), *kept
 
 
-def _losses(
-    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-    rows: SelectedRows, options: LossOptions,
-) -> Tensor:  # [N]
-    """Unweighted loss where no gradient is wanted: on a GPU without logits in memory."""
-    kernels = triton_implementation(options.impl, x, "_linear_cross_entropy_fwd_triton")
-    if kernels is None:
-        return _sweep(x, weight, bias, rows, rows.weight, options, (False, False, False))[0]
-    x, weight = x.index_select(0, rows.index).to(options.dtype), weight.to(options.dtype)
-    bias = None if bias is None else bias.to(options.dtype)
-    return kernels.head_loss(
-        x, weight, bias, rows.target, rows.smoothing, options.softcap, options.excluded_id)
-
-
-def _sweep(
-    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-    rows: SelectedRows,
-    row_weight: Tensor,  # [N]
-    options: LossOptions,
-    needs: tuple[bool, bool, bool],  # gradients of x, weight, bias
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # [N], [N, D], [V, D], [V]
-    """Unweighted loss and the gradients of sum(row_weight * loss), in options.wide."""
-    by_row, split = (
-        triton_implementation(options.impl, x, name)
-        for name in ("_cross_entropy_triton", "_linear_cross_entropy_bwd_triton")
+@_forward.register_fake
+def _(
+    x, weight, bias, target, row_weight, smoothing, smooth, reduction, ignore_index, softcap,
+    excluded_id, num_rows, chunk_bytes, impl, dtype, needs,
+):
+    wide = torch.promote_types(dtype, torch.float32)
+    loss = x.new_empty(target.shape if reduction == "none" else (), dtype=wide)
+    if reduction == "none" or not any(needs):
+        return loss, *(loss.new_empty(0) for _ in Swept._fields)
+    if num_rows is None:  # the rows are counted on the device
+        dynamic = torch.library.get_ctx().new_dynamic_size
+        size = dynamic()
+        index, head = size, dynamic() if needs[1] else 0
+    else:
+        size, index = rows_to_multiply(target.shape[0], num_rows), 0
+        head = head_bytes(size, weight, dtype, chunk_bytes, impl) if needs[1] else 0
+    return (
+        loss, loss.new_empty(index, dtype=torch.int64),
+        loss.new_empty(size, x.shape[1] if needs[0] else 0), loss.new_empty(size),
+        loss.new_empty(head, dtype=torch.uint8), loss.new_empty(len(weight) if needs[2] else 0),
     )
-    row_kernel = by_row.cross_entropy_rows_ if by_row else cross_entropy_rows_
-    grad_input = split.grad_input if split else product
-    need_x, need_weight, need_bias = needs
-    size, vocabulary = len(rows.target), len(weight)
-    loss = torch.empty(size, dtype=options.wide, device=x.device)
-    grad_x = loss.new_empty(size, x.shape[1]) if need_x else None
-    grad_weight = loss.new_zeros(weight.shape) if need_weight else None
-    grad_bias = loss.new_zeros(vocabulary) if need_bias else None
-    row_weight, scale = _fit_range(row_weight, options.dtype)
-    with no_autocast(x.device):
-        weight = weight.to(options.dtype)
-        bias = None if bias is None else bias.to(options.dtype)
-        chunks = plan_chunks(size, vocabulary * options.dtype.itemsize, options.chunk_bytes)
-        buffer = weight.new_empty(chunks[0][1] if chunks else 0, vocabulary)
-        for start, stop in chunks:
-            chunk = x.index_select(0, rows.index[start:stop]).to(options.dtype)
-            logits = buffer[: stop - start]
-            if bias is None:
-                torch.mm(chunk, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, chunk, weight.t(), out=logits)
-            smoothing = rows.smoothing
-            if isinstance(smoothing, Tensor):
-                smoothing = smoothing[start:stop]
-            loss[start:stop] = row_kernel(
-                logits, rows.target[start:stop], row_weight[start:stop],
-                smoothing, options.softcap, options.excluded_id, any(needs),
-            )
-            # logits now hold d sum(row_weight * loss) / d logits.
-            if need_x:
-                grad_x[start:stop] = grad_input(logits, weight)
-            if need_weight:
-                add_product_(grad_weight, logits.t(), chunk)
-            if need_bias:
-                grad_bias += logits.sum(0, dtype=options.wide)
-    if scale is not None:
-        for grad in (grad_x, grad_weight, grad_bias):
-            if grad is not None:
-                grad *= scale
-    return loss, grad_x, grad_weight, grad_bias
 
 
+def _setup(ctx, inputs: tuple, output: tuple) -> None:
+    x, weight, bias, target, row_weight, smoothing, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, bias, target, row_weight, smoothing, *output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _fit_range(row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:  # [N], []
-    """(row weights for the row kernel, factor that undoes the change or None).
+def _backward(ctx, upstream: Tensor | None, *_: None):
+    """Gradients of x, weight and bias; upstream is a scalar, or [T] for "none"."""
+    grads = [None] * 3
+    if upstream is not None:
+        x, weight, bias, *of_rows, index, grad_x, scale, head, grad_bias = ctx.saved_tensors
+        *options, needs = ctx.options
+        if options[1] == "none":
+            grads = ops.linear_cross_entropy_none_bwd(
+                upstream, x, weight, bias, *of_rows, *options, needs)
+        else:
+            grads = ops.linear_cross_entropy_bwd(
+                upstream, x, weight, bias, index, grad_x, scale, head, grad_bias,
+                *options[-3:], needs)
+        grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+    return *grads, *[None] * 13
 
-    In fp16, w * p of a typical row is below the smallest number, 6e-8, and a loss scale may come as
-    row weight 65536, above the largest. So there the largest weight becomes 128 to 256, by a power
-    of two, which is exact.
-    """
-    if dtype != torch.float16 or len(row_weight) == 0:
-        return row_weight, None
-    exponent = torch.frexp(row_weight.abs().max()).exponent - 8
-    return torch.ldexp(row_weight, -exponent), torch.ldexp(row_weight.new_ones(()), exponent)
+
+_forward.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("linear_cross_entropy_bwd"), mutates_args=())
+def _finish(
+    upstream: Tensor,  # a scalar
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
+    index: Tensor, grad_x: Tensor, scale: Tensor, head: Tensor, grad_bias: Tensor,  # as in Swept
+    chunk_bytes: int | None, impl: str, dtype: torch.dtype, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # [T, D], [V, D], [V], empty where not needed
+    options = LossOptions(chunk_bytes=chunk_bytes, impl=impl, dtype=dtype)
+    swept = Swept(index, grad_x, scale, head, grad_bias)
+    return finish(upstream, x, weight, bias, swept, options, needs)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("linear_cross_entropy_none_bwd"), mutates_args=())
+def _none_backward(
+    upstream: Tensor,  # [T]
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
+    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [T]
+    smooth: float, reduction: str, ignore_index: int, softcap: float | None,
+    excluded_id: int | None, num_rows: int | None, chunk_bytes: int | None, impl: str,
+    dtype: torch.dtype, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # [T, D], [V, D], [V], empty where not needed
+    options = LossOptions(
+        reduction, smooth, ignore_index, softcap, excluded_id, num_rows, chunk_bytes, impl, dtype)
+    upstream = upstream.to(options.wide)
+    upstream = upstream if row_weight is None else row_weight * upstream
+    rows = select_rows(target, upstream, smoothing, options, len(weight))
+    _, swept = sweep(x, weight, bias, rows, options, needs)
+    return finish(upstream.new_ones(()), x, weight, bias, swept, options, needs)
+
+
+@_finish.register_fake
+@_none_backward.register_fake
+def _(upstream, x, weight, bias, *rest):
+    needed = zip((x, weight, bias), rest[-1], strict=True)
+    return tuple(t.new_empty(t.shape if need else 0) if t is not None else x.new_empty(0)
+                 for t, need in needed)
+
+
+for _op in (_forward, _finish, _none_backward):
+    no_vmap(_op, "linear_cross_entropy takes any leading shape: call it without vmap")
+for _op in (_finish, _none_backward):
+    no_second_derivative(_op, "linear_cross_entropy")

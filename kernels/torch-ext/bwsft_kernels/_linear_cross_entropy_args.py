@@ -9,34 +9,63 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import check_float, require
+from ._dispatch import check_float, check_impl, require
 from ._matmul import autocast_dtype
+
+
+CPU_BYTES, GPU_BYTES = 128 << 20, 512 << 20  # logits at a time where the caller doesn't say
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the autograd function needs to know beside tensors."""
+    """What the loop over the chunks needs to know beside tensors."""
 
-    reduction: str
-    softcap: float | None
-    excluded_id: int | None
-    chunk_bytes: int
-    impl: str
-    dtype: torch.dtype  # of the matmuls
+    reduction: str = "sum"
+    smooth: float = 0.0  # label smoothing of all rows, where it is no tensor
+    ignore_index: int = -100
+    softcap: float | None = None
+    excluded_id: int | None = None
+    num_rows: int | None = None
+    chunk_bytes: int | None = None
+    impl: str = "auto"
+    dtype: torch.dtype = torch.float32  # of the matmuls
 
     @property
     def wide(self) -> torch.dtype:
         """Of loss and accumulators: fp32, or fp64 for fp64 input."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    def budget(self, tensor: Tensor) -> int:
+        """Most bytes of logits at a time, on the device of a tensor."""
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        return CPU_BYTES if tensor.device.type == "cpu" else GPU_BYTES
+
 
 class SelectedRows(NamedTuple):
     """The supervised rows of an input [T, D]: what of `target` and its companions is kept."""
 
-    index: Tensor  # [N] into the T rows
+    index: Tensor | None  # [N] into the T rows; None: the first N rows
     target: Tensor  # [N]
     weight: Tensor  # [N]
     smoothing: Tensor | float  # [N]
+
+    def of(self, x: Tensor, part: slice = slice(None)) -> Tensor:  # [T, D] -> [n, D]
+        """The rows of an input, or a part of them."""
+        if self.index is None:
+            return x[: len(self.target)][part]
+        return x.index_select(0, self.index[part])
+
+    def smooth(self, part: slice) -> Tensor | float:
+        return self.smoothing[part] if isinstance(self.smoothing, Tensor) else self.smoothing
+
+    def spread(self, loss: Tensor, size: int) -> Tensor:  # [N] -> [T]
+        """The losses at their rows, 0 elsewhere."""
+        out = loss.new_zeros(size)
+        if self.index is None:
+            out[: len(loss)] = loss
+            return out
+        return out.index_copy_(0, self.index, loss)
 
 
 def check_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -74,8 +103,8 @@ def check_target(target: Tensor, input: Tensor) -> None:
 
 
 def check_options(
-    reduction: str, softcap: float | None, excluded_id: int | None, chunk_bytes: int,
-    label_smoothing: float | Tensor, vocabulary: int,
+    reduction: str, softcap: float | None, excluded_id: int | None, chunk_bytes: int | None,
+    label_smoothing: float | Tensor, num_rows: int | None, impl: str, rows: int, vocabulary: int,
 ) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}')
@@ -83,13 +112,13 @@ def check_options(
         raise ValueError(f"softcap must be positive, not {softcap}")
     if excluded_id is not None and not (0 <= excluded_id < vocabulary and vocabulary > 1):
         raise ValueError(f"excluded_id must lie in [0, {vocabulary}), not {excluded_id}")
-    if chunk_bytes < 1:
+    if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
-    if isinstance(label_smoothing, Tensor):
-        fits = ((label_smoothing >= 0) & (label_smoothing <= 1)).all()
-        require(fits, lambda: "label_smoothing must lie in [0, 1]")
-    elif not 0 <= label_smoothing <= 1:
+    if not isinstance(label_smoothing, Tensor) and not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], not {label_smoothing}")
+    if num_rows is not None and not 0 <= num_rows <= rows:
+        raise ValueError(f"num_rows must lie in [0, {rows}], not {num_rows}")
+    check_impl(impl)
 
 
 def matmul_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
@@ -107,11 +136,9 @@ def matmul_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dt
 def per_row(
     value: Tensor | float | None, name: str,  # [...]
     target: Tensor, dtype: torch.dtype,  # [...]
-) -> Tensor | float:  # [T], 1.0 for None; a number stays one
-    if value is None:
-        return 1.0
+) -> Tensor | None:  # [T]; None for a number
     if not isinstance(value, Tensor):
-        return float(value)
+        return None
     if value.requires_grad:
         raise ValueError(f"{name} gets no gradient; detach it")
     if value.shape not in (target.shape, ()):
@@ -119,26 +146,29 @@ def per_row(
     return value.expand(target.shape).reshape(-1).to(dtype)
 
 
+def rows_to_multiply(rows: int, num_rows: int) -> int:
+    """How many rows of a list are taken: tensor cores like multiples of 8."""
+    return min(rows, -(-num_rows // 8) * 8)
+
+
 def select_rows(
-    target: Tensor, row_weight: Tensor | float, smoothing: Tensor | float,  # [...], [T], [T]
-    ignore_index: int, num_rows: int | None, options: LossOptions, vocabulary: int,
+    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [T]
+    options: LossOptions, vocabulary: int,
 ) -> SelectedRows:
     """The rows to multiply: those with a target and a weight, or a list's first num_rows."""
-    target = target.reshape(-1).long()
-    counts = target != ignore_index
-    if isinstance(row_weight, Tensor):
-        counts &= row_weight != 0
+    target, num_rows = target.long(), options.num_rows
+    counts = target != options.ignore_index
+    if row_weight is None:
+        row_weight = torch.ones(target.shape, dtype=options.wide, device=target.device)
     else:
-        row_weight = torch.full(target.shape, row_weight, dtype=options.wide, device=target.device)
+        counts &= row_weight != 0
     if num_rows is None:
         index = counts.nonzero()[:, 0]  # on a GPU the one synchronization
         target, row_weight = target[index], row_weight[index]
     else:
-        if not 0 <= num_rows <= len(target):
-            raise ValueError(f"num_rows must lie in [0, {len(target)}], not {num_rows}")
-        size = min(len(target), -(-num_rows // 8) * 8)  # tensor cores like multiples of 8
+        size, index = rows_to_multiply(len(target), num_rows), None
         require(~counts[size:].any(), lambda: f"rows after num_rows={num_rows} are supervised")
-        index, counts = torch.arange(size, device=target.device), counts[:size]
+        counts = counts[:size]
         target = torch.where(counts, target[:size], 1 if options.excluded_id == 0 else 0)
         row_weight = torch.where(counts, row_weight[:size], 0)
     valid = (target >= 0) & (target < vocabulary)
@@ -146,14 +176,18 @@ def select_rows(
     if options.excluded_id is not None:
         valid = target != options.excluded_id
         require(valid.all(), lambda: _complain(target, valid, index, "the excluded_id"))
-    if isinstance(smoothing, Tensor):
-        smoothing = smoothing[index]
     if options.reduction == "mean":
         total = row_weight.sum()
         row_weight = row_weight / torch.where(total == 0, 1, total)
+    if smoothing is None:
+        return SelectedRows(index, target, row_weight, options.smooth)
+    fits = ((smoothing >= 0) & (smoothing <= 1)).all()
+    require(fits, lambda: "label_smoothing must lie in [0, 1]")
+    smoothing = smoothing[: len(target)] if index is None else smoothing[index]
     return SelectedRows(index, target, row_weight, smoothing)
 
 
-def _complain(target: Tensor, valid: Tensor, index: Tensor, what: str) -> str:
+def _complain(target: Tensor, valid: Tensor, index: Tensor | None, what: str) -> str:
     bad = int((~valid).nonzero()[0, 0])
-    return f"target {int(target[bad])} of row {int(index[bad])} is {what}"
+    row = bad if index is None else int(index[bad])
+    return f"target {int(target[bad])} of row {row} is {what}"
