@@ -1,20 +1,22 @@
-"""RMSNorm with the residual add before it, in Triton: a row in the registers of one program.
+"""RMSNorm with the residual add before it, in Triton: whole rows in the registers of a program.
 
 The Triton implementation of _rms_norm.py. Letters: N rows, D features.
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device_triton import close, down_cast, on_device
+from ._device_triton import down_cast, on_device, rows_of
 from ._tuning import processors
 
-# 16 numbers a thread: backward holds four of each (total, two gradients, weight, its sum) in fp32,
-# and with 16 warps a thread has 128 registers.
-MOST_D = 8192
-PER_WARP = 512
+PER_WARP = 512  # 16 numbers a thread
+# Backward of rows below 4 warps takes several at a time: queries' and keys' norms (D 128) have a
+# row for each head of each token, and one after another they would leave most of a chip idle.
+TILE = 4 * PER_WARP
 
 
 @triton.jit
@@ -45,84 +47,114 @@ def _rms_norm_fwd_kernel(
 def _rms_norm_bwd_kernel(
     grad_ptr, total_grad_ptr, total_ptr, weight_ptr, scale_ptr, out_ptr, parts_ptr,
     N, D, stride_grad, stride_total_grad, stride_total, ROWS,
-    HAS_TOTAL_GRAD: tl.constexpr, WANT_WEIGHT: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_TOTAL_GRAD: tl.constexpr, WANT_WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * ROWS
-    cols = tl.arange(0, BLOCK_D)
-    inside = cols < D
+    last = tl.minimum(first + ROWS, N)
+    cols = tl.arange(0, BLOCK_D)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    part = tl.zeros((BLOCK_D,), tl.float32)
-    for row in range(first, tl.minimum(first + ROWS, N)):
+    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    part = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for start in range(first, last, BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)[:, None]
+        inside = (row < last) & (cols < D)
         total = tl.load(total_ptr + row * stride_total + cols, mask=inside, other=0.0)
         grad = tl.load(grad_ptr + row * stride_grad + cols, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + row)
+        scale = tl.load(scale_ptr + row, mask=row < last, other=0.0)
         unit = total.to(tl.float32) * scale
         if WANT_WEIGHT:
             # The rounded rows are what weight was multiplied with.
             part += grad * down_cast(unit, dtype).to(tl.float32)
         # u = x / rms(x) sends a gradient g back as (g - u mean(g u)) / rms(x).
         grad *= weight
-        out = (grad - unit * (tl.sum(grad * unit, axis=0) / D)) * scale
+        mean = tl.sum(grad * unit, axis=1) / D
+        out = (grad - unit * mean[:, None]) * scale
         if HAS_TOTAL_GRAD:
             more_ptr = total_grad_ptr + row * stride_total_grad
             out += tl.load(more_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * D + cols, down_cast(out, dtype), mask=inside)
     if WANT_WEIGHT:
-        tl.store(parts_ptr + tl.program_id(0) * D + cols, part, mask=inside)
+        sums = tl.sum(part, axis=0)[None, :]
+        tl.store(parts_ptr + tl.program_id(0) * D + cols, sums, mask=cols < D)
 
 
+@functools.cache
 def _shape_of(hidden: int) -> dict:
     block = triton.next_power_of_2(hidden)
     return {"BLOCK_D": block, "num_warps": max(1, block // PER_WARP), "enable_fp_fusion": True}
 
 
+@functools.cache
+def _bwd_shape_of(hidden: int) -> dict:
+    shape = _shape_of(hidden)
+    rows = max(1, TILE // shape["BLOCK_D"])
+    return {**shape, "BLOCK_N": rows, "num_warps": max(4, shape["num_warps"])}
+
+
 def rms_norm_fwd(
-    x: Tensor, weight: Tensor, eps: float,  # [N, D] fp32 or 16 bits, [D]
-    residual: Tensor | None,  # [N, D]
-) -> tuple[Tensor, ...]:  # [N, D], [N, D], [N, 1] fp32
+    x: Tensor, weight: Tensor, eps: float,  # [..., D] fp32 or 16 bits, [D]
+    residual: Tensor | None,  # [..., D]
+) -> tuple[Tensor, Tensor | None, Tensor]:  # [..., D], [..., D], [...] fp32
     """Normed, x + residual where there is one, and 1 / rms."""
-    x, (size, hidden) = close(x), x.shape
-    other = x if residual is None else close(residual)
-    dtype = torch.promote_types(x.dtype, other.dtype)
-    total = x if residual is None else x.new_empty(x.shape, dtype=dtype)
-    out = x.new_empty(x.shape, dtype=torch.promote_types(dtype, weight.dtype))
-    scale = x.new_empty(size, 1, dtype=torch.float32)
-    if size:
+    shape, hidden = x.shape, x.shape[-1]
+    scale = x.new_empty(shape[:-1], dtype=torch.float32)
+    rows, stride = rows_of(x)
+    if residual is None:
+        total, total_out, other, other_stride, dtype = None, rows, rows, stride, x.dtype
+    else:
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        total = total_out = _empty(x, dtype)
+        other, other_stride = rows_of(residual)
+    out = _empty(x, torch.promote_types(dtype, weight.dtype))
+    if size := scale.numel():
         with on_device(x):
             _rms_norm_fwd_kernel[(size,)](
-                x, other, weight.contiguous(), total, out, scale,
-                hidden, x.stride(0), other.stride(0), eps,
+                rows, other, weight.contiguous(), total_out, out, scale,
+                hidden, stride, other_stride, eps,
                 HAS_RESIDUAL=residual is not None, **_shape_of(hidden),
             )
-    return (out, scale) if residual is None else (out, total, scale)
+    return out, total, scale
+
+
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous and of the shape of `like`."""
+    if like.dtype == dtype:  # half the time of the general way
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    return like.new_empty(like.shape, dtype=dtype)
 
 
 def rms_norm_bwd(
-    grad: Tensor,  # [N, D] of normed
-    total_grad: Tensor | None,  # [N, D] of total, where it is used elsewhere
-    total: Tensor, weight: Tensor, scale: Tensor,  # [N, D], [D], [N, 1] 1 / rms of total
+    grad: Tensor,  # [..., D] of normed
+    total_grad: Tensor | None,  # [..., D] of total, where it is used elsewhere
+    total: Tensor, weight: Tensor, scale: Tensor,  # [..., D], [D], [...] 1 / rms of total
     want_weight: bool,
-) -> tuple[Tensor, Tensor | None]:  # [N, D], [D]
+) -> tuple[Tensor, Tensor | None]:  # [..., D], [D]
     """Gradients of total, and of weight if wanted.
 
     The gradient of weight is summed over each program's rows in registers, then over the programs
     in a fixed order: no atomics, and the same bits in every run.
     """
-    grad, total = close(grad), close(total)
-    more = grad if total_grad is None else close(total_grad)
-    size, hidden = total.shape
+    size, hidden = scale.numel(), len(weight)
     out = torch.empty_like(total, memory_format=torch.contiguous_format)
-    # Two programs on each SM hide each other's latency; every one adds a row of partial sums.
-    rows = -(-size // (2 * processors(total.device))) if want_weight else 1
-    programs = -(-size // max(1, rows))
-    parts = scale.new_empty(programs, hidden) if want_weight else scale
+    total, stride = rows_of(total)
+    grad, grad_stride = rows_of(grad)
+    more, more_stride = (grad, 0) if total_grad is None else rows_of(total_grad)
+    tile = _bwd_shape_of(hidden)
+    rows, parts = tile["BLOCK_N"], scale
+    if want_weight:
+        # Programs on each SM hide each other's latency; every one adds a row of partial sums.
+        # Two of the long rows, 8 of the 4 warps of several short ones.
+        slots = (2 if rows == 1 else 8) * processors(total.device)
+        rows *= max(1, -(-size // (rows * slots)))
+    programs = -(-size // rows)
+    if want_weight:
+        parts = scale.new_empty(programs, hidden)
     if size:
         with on_device(total):
             _rms_norm_bwd_kernel[(programs,)](
                 grad, more, total, weight.contiguous(), scale, out, parts,
-                size, hidden, grad.stride(0), more.stride(0), total.stride(0), rows,
-                HAS_TOTAL_GRAD=total_grad is not None, WANT_WEIGHT=want_weight,
-                **_shape_of(hidden),
+                size, hidden, grad_stride, more_stride, stride, rows,
+                HAS_TOTAL_GRAD=total_grad is not None, WANT_WEIGHT=want_weight, **tile,
             )
     return out, parts.sum(0).to(weight.dtype) if want_weight else None

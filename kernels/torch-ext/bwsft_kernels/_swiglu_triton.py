@@ -3,15 +3,13 @@
 The Triton implementation of _swiglu.py. Letters: N rows, M features.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import KernelInterface
 
-from ._device_triton import close, down_cast, on_device
+from ._device_triton import down_cast, on_device, rows_of
 
 BLOCK_M = 2048  # 16 numbers a thread with 4 warps
 
@@ -49,24 +47,27 @@ def _swiglu_bwd_kernel(
     tl.store(gate_grad_ptr + row * M + cols, down_cast(grad, dtype), mask=inside)
 
 
-def _launch(kernel: KernelInterface, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    inputs, (size, width) = [close(t) for t in inputs], outputs[0].shape
+def _launch(kernel: KernelInterface, inputs: tuple[Tensor, ...], *outputs: Tensor) -> None:
+    size = outputs[0].numel()
     if size:
+        width = outputs[0].shape[-1]
+        inputs, strides = zip(*map(rows_of, inputs), strict=True)
         with on_device(outputs[0]):
-            kernel[(size, triton.cdiv(width, BLOCK_M))](
-                *inputs, *outputs, width, *(t.stride(0) for t in inputs),
+            kernel[(size // width, -(-width // BLOCK_M))](
+                *inputs, *outputs, width, *strides,
                 BLOCK_M=BLOCK_M, num_warps=4, enable_fp_fusion=True,
             )
 
 
-def swiglu_fwd(gate: Tensor, up: Tensor) -> Tensor:  # all [N, M], fp32 or 16 bits
+def swiglu_fwd(gate: Tensor, up: Tensor) -> Tensor:  # all [..., M], fp32 or 16 bits
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _launch(_swiglu_fwd_kernel, (gate, up), (out,))
+    _launch(_swiglu_fwd_kernel, (gate, up), out)
     return out
 
 
-def swiglu_bwd(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:  # all [N, M]
+def swiglu_bwd(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:  # all [..., M]
     """Gradients of gate and up."""
-    outputs = [torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2)]
-    _launch(_swiglu_bwd_kernel, (grad, gate, up), outputs)
-    return outputs
+    gate_grad = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    up_grad = torch.empty_like(gate_grad)
+    _launch(_swiglu_bwd_kernel, (grad, gate, up), gate_grad, up_grad)
+    return gate_grad, up_grad
