@@ -122,11 +122,11 @@ def _bwd_fake(
     return total.new_empty(total.shape), weight.new_empty(weight.shape) if want_weight else None
 
 
-def _setup_context(ctx, inputs: tuple, outputs: tuple) -> None:
+def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
     x, weight, _, residual, ctx.impl = inputs
-    total = outputs[1]
+    total = output[1]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if residual is None else total, weight, outputs[2])
+    ctx.save_for_backward(x if residual is None else total, weight, output[2])
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
     if residual is not None and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
         ctx.mark_non_differentiable(total)

@@ -89,14 +89,14 @@ def _bwd(
     return _rotate(q_grad, k_grad, cos, sin, impl, True)
 
 
-def _setup_context(ctx, inputs: tuple, outputs: tuple) -> None:
+def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
     q, k, cos, sin, ctx.impl = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
     if k is not None and not ctx.needs_input_grad[1]:
-        ctx.mark_non_differentiable(outputs[1])
+        ctx.mark_non_differentiable(output[1])
     elif not ctx.needs_input_grad[0]:
-        ctx.mark_non_differentiable(outputs[0])
+        ctx.mark_non_differentiable(output[0])
 
 
 def _backward(ctx, q_grad: Tensor | None, k_grad: Tensor | None) -> tuple:
