@@ -32,7 +32,7 @@ def operator(
         setup_context, backward = _ignore, _refuse_derivative(name)
     refuse_vmap = _refuse_vmap(name)
     registered = torch.library.custom_op(
-        add_op_namespace_prefix(name), _filled(body), mutates_args=(), schema=schema)
+        add_op_namespace_prefix(name), _apart(_filled(body)), mutates_args=(), schema=schema)
     registered.register_fake(_filled(fake))
     registered.register_autograd(backward, setup_context=setup_context)
     registered.register_vmap(refuse_vmap)
@@ -74,19 +74,27 @@ def _function(name: str, **methods: Callable) -> type[torch.autograd.Function]:
 
 
 def _filled(function: Callable) -> Callable:
-    """The function with an empty tensor for each None that it returns, and a copy of each part of
-    a tensor: an operator's outputs share no memory."""
+    """The function with an empty tensor for each None that it returns."""
 
     def call(*args):
         out = function(*args)
         if isinstance(out, Tensor):
             return out
         like = next(arg for arg in args if isinstance(arg, Tensor))
-        return tuple(
-            like.new_empty(0) if value is None
-            else value.clone() if value.nbytes < value.untyped_storage().nbytes() else value
-            for value in out
-        )
+        return tuple(like.new_empty(0) if value is None else value for value in out)
+
+    return call
+
+
+def _apart(function: Callable) -> Callable:
+    """The function with a copy of each part of a tensor that it returns: an operator's outputs
+    share no memory."""
+
+    def call(*args):
+        out = function(*args)
+        if isinstance(out, Tensor):
+            return out
+        return tuple(t.clone() if t.nbytes < t.untyped_storage().nbytes() else t for t in out)
 
     return call
 

@@ -134,11 +134,13 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx, grad: Tensor | None, total_grad: Tensor | None, _: None) -> tuple:
     want_x, want_weight, _, want_residual, _ = ctx.needs_input_grad
+    x_dtype, residual_dtype = ctx.dtypes
+    if residual_dtype is None:
+        total_grad = None  # of no sum; some transforms give zeros for None
     out, weight_grad = total_grad, None
     if grad is not None:
         out, weight_grad = _rms_norm_bwd(
             grad, total_grad, *ctx.saved_tensors, want_weight, ctx.impl)
-    x_dtype, residual_dtype = ctx.dtypes
     x_grad = out.to(x_dtype) if want_x and out is not None else None
     residual_grad = out.to(residual_dtype) if want_residual and out is not None else None
     return x_grad, weight_grad if want_weight else None, None, residual_grad, None
