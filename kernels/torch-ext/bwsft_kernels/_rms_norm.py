@@ -39,7 +39,7 @@ def rms_norm(
         torch_alone = True
     if torch_alone:
         return torch_ops.rms_norm(x, weight, eps, residual)
-    normed, total, _ = _rms_norm(x, weight, eps, residual, impl)
+    normed, total = _rms_norm(x, weight, residual, eps, impl)
     return normed if residual is None else (normed, total)
 
 
@@ -64,96 +64,88 @@ def _check(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> in
     return features[0]
 
 
-def _dtypes(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[torch.dtype, ...]:
-    """Of the normed rows, of the sum, of 1 / rms."""
-    total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    wide = torch.promote_types(total, torch.float32)
-    return torch.promote_types(total, weight.dtype), total, wide
-
-
 def _fwd(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None,  # [..., D], [D], [..., D]
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float,  # [..., D], [D], [..., D]
     impl: str,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # [..., D], [..., D], [...]
-    """Normed, x + residual where there is one, and 1 / rms."""
+) -> tuple[Tensor, Tensor | None]:  # [..., D] both
+    """Normed, and x + residual where there is one."""
     if kernels := triton_implementation(impl, x, "_rms_norm_triton"):
-        return kernels.rms_norm_fwd(x, weight, eps, residual)
+        return kernels.rms_norm_fwd(x, weight, residual, eps)
     total = x if residual is None else (x + residual).contiguous()
-    unit, scale = torch_ops.unit_rows(total, eps)
-    normed = (weight * unit).contiguous()
-    return normed, None if residual is None else total, scale[..., 0].contiguous()
+    normed = torch_ops.rms_norm(total, weight, eps).contiguous()
+    return normed, None if residual is None else total
 
 
 def _fwd_fake(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, impl: str
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    out, total, wide = _dtypes(x, weight, residual)
-    return (
-        x.new_empty(x.shape, dtype=out),
-        None if residual is None else x.new_empty(x.shape, dtype=total),
-        x.new_empty(x.shape[:-1], dtype=wide),
-    )
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, impl: str
+) -> tuple[Tensor, Tensor | None]:
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    normed = x.new_empty(x.shape, dtype=torch.promote_types(dtype, weight.dtype))
+    return normed, None if residual is None else x.new_empty(x.shape, dtype=dtype)
 
 
 def _bwd(
     grad: Tensor,  # [..., D] of normed
     total_grad: Tensor | None,  # [..., D] of total, where it is used elsewhere
-    total: Tensor, weight: Tensor, scale: Tensor,  # [..., D], [D], [...] 1 / rms of total
-    want_weight: bool, impl: str,
+    total: Tensor, weight: Tensor,  # [..., D], [D]
+    eps: float, want_weight: bool, impl: str,
 ) -> tuple[Tensor, Tensor | None]:  # [..., D], [D]
     """Gradients of total, and of weight if wanted."""
     if kernels := triton_implementation(impl, total, "_rms_norm_triton"):
-        return kernels.rms_norm_bwd(grad, total_grad, total, weight, scale, want_weight)
-    grad, scale = grad.to(scale.dtype), scale[..., None]
-    unit = total.to(scale.dtype) * scale
-    weight_grad = None
+        return kernels.rms_norm_bwd(grad, total_grad, total, weight, eps, want_weight)
+    unit, scale = torch_ops.unit_rows(total, eps)
+    grad, weight_grad = grad.to(scale.dtype), None
     if want_weight:  # the rounded rows are what weight was multiplied with
-        weight_grad = (grad * unit.to(total.dtype)).reshape(-1, len(weight)).sum(0).to(weight.dtype)
-    grad = grad * weight
+        weight_grad = (grad * unit).reshape(-1, len(weight)).sum(0).to(weight.dtype)
+    unit, grad = total.to(scale.dtype) * scale, grad * weight
+    # u = x / rms(x) sends a gradient g back as (g - u mean(g u)) / rms(x).
     out = (grad - unit * (grad * unit).mean(-1, keepdim=True)) * scale
     out = out if total_grad is None else out + total_grad
     return out.to(total.dtype).contiguous(), weight_grad
 
 
 def _bwd_fake(
-    grad: Tensor, total_grad: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor,
-    want_weight: bool, impl: str,
+    grad: Tensor, total_grad: Tensor | None, total: Tensor, weight: Tensor,
+    eps: float, want_weight: bool, impl: str,
 ) -> tuple[Tensor, Tensor | None]:
     return total.new_empty(total.shape), weight.new_empty(weight.shape) if want_weight else None
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    x, weight, _, residual, ctx.impl = inputs
-    total = output[1]
+    x, weight, residual, ctx.eps, ctx.impl = inputs
+    total = x
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if residual is None else total, weight, output[2])
+    if residual is not None:
+        total = output[1]
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[2]):
+            ctx.mark_non_differentiable(total)
+    ctx.save_for_backward(total, weight)
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-    if residual is not None and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
-        ctx.mark_non_differentiable(total)
 
 
-def _backward(ctx, grad: Tensor | None, total_grad: Tensor | None, _: None) -> tuple:
-    want_x, want_weight, _, want_residual, _ = ctx.needs_input_grad
+def _backward(ctx, grad: Tensor | None, total_grad: Tensor | None) -> tuple:
+    want_x, want_weight, want_residual, _, _ = ctx.needs_input_grad
     x_dtype, residual_dtype = ctx.dtypes
     if residual_dtype is None:
         total_grad = None  # of no sum; some transforms give zeros for None
     out, weight_grad = total_grad, None
     if grad is not None:
+        total, weight = ctx.saved_tensors
         out, weight_grad = _rms_norm_bwd(
-            grad, total_grad, *ctx.saved_tensors, want_weight, ctx.impl)
+            grad, total_grad, total, weight, ctx.eps, want_weight, ctx.impl)
     x_grad = out.to(x_dtype) if want_x and out is not None else None
     residual_grad = out.to(residual_dtype) if want_residual and out is not None else None
-    return x_grad, weight_grad if want_weight else None, None, residual_grad, None
+    return x_grad, weight_grad if want_weight else None, residual_grad, None, None
 
 
 _rms_norm_bwd = operator(
     "rms_norm_bwd",
-    "(Tensor grad, Tensor? total_grad, Tensor total, Tensor weight, Tensor scale, "
-    "bool want_weight, str impl) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor? total_grad, Tensor total, Tensor weight, float eps, bool want_weight, "
+    "str impl) -> (Tensor, Tensor)",
     _bwd, _bwd_fake,
 )
 _rms_norm = operator(
     "rms_norm",
-    "(Tensor x, Tensor weight, float eps, Tensor? residual, str impl) -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor weight, Tensor? residual, float eps, str impl) -> (Tensor, Tensor)",
     _fwd, _fwd_fake, _setup_context, _backward,
 )

@@ -45,10 +45,9 @@ def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
                              f"{list(shape)}, not {k.dtype} {list(k.shape)}")
     table = (*rows, 1, width // 2)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if cos.shape != table or cos.dtype != wide or cos.requires_grad:
-        _complain("cos", cos, wide, table)
-    if sin.shape != table or sin.dtype != wide or sin.requires_grad:
-        _complain("sin", sin, wide, table)
+    for value in (cos, sin):
+        if value.shape != table or value.dtype != wide or value.requires_grad:
+            _complain("cos" if value is cos else "sin", value, wide, table)
 
 
 def _complain(name: str, value: Tensor, dtype: torch.dtype, table: tuple[int, ...]) -> None:

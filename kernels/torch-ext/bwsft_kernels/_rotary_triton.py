@@ -6,12 +6,11 @@ E head width.
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device_triton import close, down_cast, on_device
+from ._device_triton import close, down_cast, empty_like, on_device
 
 PAIRS = 2048  # of a program: 16 a thread with 4 warps
 
@@ -55,12 +54,11 @@ def _rotary_heads_kernel(
                       HALF, BLOCK_E)
 
 
-def _tokens(x: Tensor) -> tuple[Tensor, int, int]:
+def _tokens(x: Tensor, heads: int, width: int) -> tuple[Tensor, int, int]:
     """(x with neighboring entries along the last dimension, strides of a token and of a head).
 
     The heads of a token are within the reach of int32 offsets, as attention's own layout
     [H, T, E] of millions of tokens is not."""
-    heads, width = x.shape[-2:]
     if not x.is_contiguous():
         x = close(x.reshape(-1, heads, width))
         if heads * x.stride(1) < 2**31:
@@ -85,14 +83,14 @@ def rotate(
     """Both rotated, or rotated back."""
     if q is None:
         return rotate(k, q, cos, sin, inverse)[::-1] if k is not None else (None, None)
-    heads, width = q.shape[-2:]
-    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    q, stride_q, stride_q_head = _tokens(q)
+    heads, width = q.size(-2), q.size(-1)
+    q_out = empty_like(q)
+    q, stride_q, stride_q_head = _tokens(q, heads, width)
     k_out, more, other, stride_k, stride_k_head = None, 0, q, 0, 0
     if k is not None:
-        more = k.shape[-2]
-        k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
-        other, stride_k, stride_k_head = _tokens(k)
+        more = k.size(-2)
+        k_out = empty_like(k)
+        other, stride_k, stride_k_head = _tokens(k, more, width)
     blocks, more_blocks, block_h, block_e = _plan(heads, more, width)
     if size := q_out.numel() // (heads * width):
         with on_device(q):

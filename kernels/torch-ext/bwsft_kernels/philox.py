@@ -129,7 +129,7 @@ def _philox_fake(
 
 
 def _shape(*tensors: Tensor | None) -> torch.Size:
-    return torch.broadcast_tensors(*[t for t in tensors if t is not None])[0].shape
+    return torch.broadcast_shapes(*[t.shape for t in tensors if t is not None])
 
 
 _philox = operator(

@@ -68,13 +68,15 @@ def test_rotary_has_the_bits_of_torch(used, dtype):
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-NORMS = {"one": (1, 1), "wide": (2, 1025), "more rows than programs": (37, 24), "3-d": (2, 3, 64)}
+NORMS = {"one": (1, 1), "wide": (2, 1025), "more rows than programs": (37, 600), "3-d": (2, 3, 64),
+         "heads": (5, 41, 128)}
 
 
 @pytest.mark.parametrize("shape", NORMS)
 @pytest.mark.parametrize("trained", [(0, 1), (0,), (1,)])
 def test_norm_shapes(assert_no_worse, used, shape, trained):
-    """37 rows on 4 processors: 8 programs of 5 rows, the last of 2."""
+    """37 rows on 4 processors: 19 programs of 2 rows, the last of 1. 205 heads: 26 programs of 8
+    at a time, the last of 5."""
     case = cases.norm_case(torch.float32, NORMS[shape], scale=30.0)
     cases.check_values(assert_no_worse, rms_norm, case[:3], trained)
     cases.check_values(assert_no_worse, rms_norm, case, (*trained, 3))
@@ -199,8 +201,8 @@ def saved_bytes(run):
 
 
 def test_what_is_kept_for_backward(used):
-    """swiglu: two tensors of three. rms_norm: the sum and 1 / rms of each row, where plain torch
-    keeps an fp32 copy of 16-bit rows. rotary: the tables alone."""
+    """swiglu: two tensors of three. rms_norm: the sum, where plain torch keeps an fp32 copy of
+    16-bit rows too. rotary: the tables alone."""
     gate, up = (t.bfloat16().requires_grad_() for t in cases.swiglu_case(torch.float32, (64, 128)))
     own, plain = (saved_bytes(lambda f=f: f(gate, up)) for f in (swiglu, torch_ops.swiglu))
     assert own == 2 * gate.nbytes and plain == 3 * gate.nbytes
@@ -209,7 +211,7 @@ def test_what_is_kept_for_backward(used):
     own, plain = (
         saved_bytes(lambda f=f: f(x, weight, eps, residual)) for f in (rms_norm, torch_ops.rms_norm)
     )
-    assert own == x.nbytes + weight.nbytes + 64 * 4 and plain >= 2 * x.nbytes
+    assert own == x.nbytes + weight.nbytes and plain >= 2 * x.nbytes
     q, k, cos, sin = cases.rotary_case(torch.bfloat16, (64,))
     q.requires_grad_()
     assert saved_bytes(lambda: rotary(q, k, cos, sin)) == cos.nbytes + sin.nbytes
