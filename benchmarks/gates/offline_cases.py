@@ -9,6 +9,8 @@ from bwsft_kernels import (
     _linear_argmax_triton,
     _linear_cross_entropy_bwd_triton,
     _linear_cross_entropy_fwd_triton,
+    _philox_triton,
+    _rms_norm,
     _rms_norm_triton,
     _rotary_triton,
     _swiglu_triton,
@@ -66,13 +68,13 @@ def _stats(dtype, rows: int, full: bool, noise: bool):
 
 def _rms_norm_fwd(dtype, full: bool, hidden: int):
     x, weight = torch.empty(ROWS, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
-    _rms_norm_triton.rms_norm_fwd(x, weight, 1e-5, torch.empty_like(x) if full else None)
+    _rms_norm_triton.rms_norm_fwd(x, weight, torch.empty_like(x) if full else None, 1e-5)
 
 
 def _rms_norm_bwd(dtype, full: bool, hidden: int):
     x, weight = torch.empty(ROWS, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     more = torch.empty_like(x) if full else None
-    _rms_norm_triton.rms_norm_bwd(x, more, x, weight, torch.empty(ROWS, 1), full)
+    _rms_norm_triton.rms_norm_bwd(x, more, x, weight, 1e-5, full)
 
 
 def _rotary(dtype, full: bool):
@@ -92,7 +94,7 @@ def _swiglu(dtype, full: bool):
 
 def _small(dtype, full: bool):
     """The operations between the matmuls, which have one tile each."""
-    for hidden in (D, _rms_norm_triton.MOST_D):
+    for hidden in (HEAD, D, _rms_norm.MOST_D):
         shape = f"{hidden} columns"
         yield "rms_norm_fwd", shape, partial(_rms_norm_fwd, dtype, full, hidden)
         yield "rms_norm_bwd", shape, partial(_rms_norm_bwd, dtype, full, hidden)

@@ -1,29 +1,37 @@
-"""Counts launches, those of the small fused operations of bwsft_kernels as on a GPU.
+"""Counts launches, those of bwsft_kernels' small operators as on a GPU.
 
-On a CPU they would run, and be counted, in torch. Inside `fused_launches` the Triton launchers run
-on the CPU's tensors with each launch counted and left out; torch supplies the numbers of forward,
-and gradients are zeros. An operator counter outside sees one operator for every launch, and nothing
-else of it.
+On a CPU they would run, and be counted, in torch. Inside `fused_launches` they are operators, whose
+numbers torch supplies, and a `Launches` counter runs each of them once more on its Triton launchers
+with every launch counted and left out.
 """
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import ModuleType
 from unittest import mock
 
 import torch
-from bwsft_kernels import torch_ops
 from lib.harness import CountOperators
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 try:
-    from bwsft_kernels import _rms_norm_triton, _rotary_triton, _swiglu_triton
+    from bwsft_kernels import _philox_triton, _rms_norm_triton, _rotary_triton, _swiglu_triton
     from triton.runtime.jit import JITFunction
 except ImportError:
     raise SystemExit("this counts what Triton's launchers launch: install triton (Linux)") from None
+
+# Operator -> its file in bwsft_kernels, its body there, and the file of its launchers.
+COUNTED = {
+    "rms_norm": ("_rms_norm", "_fwd", _rms_norm_triton),
+    "rms_norm_bwd": ("_rms_norm", "_bwd", _rms_norm_triton),
+    "rotary": ("_rotary", "_fwd", _rotary_triton),
+    "rotary_bwd": ("_rotary", "_bwd", _rotary_triton),
+    "swiglu": ("_swiglu", "_fwd", _swiglu_triton),
+    "swiglu_bwd": ("_swiglu", "_bwd", _swiglu_triton),
+    "philox_uniform": ("philox", "_philox_body", _philox_triton),
+}
 
 
 class Launches(CountOperators):
@@ -36,30 +44,26 @@ class Launches(CountOperators):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if "empty" in func.name() or not isinstance(out, (torch.Tensor, tuple, list)):
             self.count = before
+        namespace, _, name = func.name().partition("::")
+        if namespace == "bwsft_kernels" and name in COUNTED:
+            self.count = before + _launches(args, *COUNTED[name])
         return out
 
 
-def _counted(launcher: Callable, numbers: Callable | None) -> Callable:
-    """A stand-in for `launcher` that returns what `numbers` computes, or else zeros."""
-
-    def call(*args: object) -> object:
-        with _disable_current_modes():
-            with Launches() as operators, _left_out() as kernels:
-                out = launcher(*args)
-            if numbers:
-                out = numbers(*args)
-            else:
-                tree_map_only(torch.Tensor, torch.Tensor.zero_, out)
-            one = torch.ones(())
-        for _ in range(operators.count + len(kernels)):
-            one.neg()
-        return out
-
-    return call
+def _launches(args: tuple, file: str, body: str, kernels: ModuleType) -> int:
+    """What an operator launches on a GPU."""
+    public = sys.modules[f"bwsft_kernels.{file}"]
+    as_on_gpu = {"triton_implementation": lambda *_: kernels}
+    if file == "philox":
+        as_on_gpu["checking"] = lambda tensor: False
+    with mock.patch.multiple(public, **as_on_gpu), _disable_current_modes():
+        with Launches() as operators, left_out() as names:
+            getattr(public, body)(*args)
+    return operators.count + len(names)
 
 
 @contextlib.contextmanager
-def _left_out() -> Iterator[list[str]]:
+def left_out() -> Iterator[list[str]]:
     """Inside, Triton launches append their name and do nothing."""
     names = []
 
@@ -70,36 +74,12 @@ def _left_out() -> Iterator[list[str]]:
         yield names
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, ...]:
-    out = torch_ops.rms_norm(x, weight, eps, residual)
-    normed, *total = (out,) if residual is None else out
-    return normed, *total, torch_ops.unit_rows(total[0] if total else x, eps)[1]
-
-
-def _rotated(
-    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, inverse: bool
-) -> tuple[Tensor | None, ...]:
-    cos, sin = cos[:, None], (-sin if inverse else sin)[:, None]
-    return tuple(None if t is None else torch_ops.rotary(t, None, cos, sin)[0] for t in (q, k))
-
-
-# Module -> its launchers and what gives their numbers.
-COUNTED = {
-    _rms_norm_triton: {"rms_norm_fwd": _norm, "rms_norm_bwd": None},
-    _rotary_triton: {"rotate": _rotated},
-    _swiglu_triton: {"swiglu_fwd": torch_ops.swiglu, "swiglu_bwd": None},
-}
-
-
 @contextlib.contextmanager
 def fused_launches() -> Iterator[None]:
-    """Inside, rms_norm, rotary and swiglu count as on a GPU, whatever impl says."""
+    """Inside, rms_norm, rotary and swiglu are operators of their own on a CPU too."""
     with contextlib.ExitStack() as stack:
-        for module, launchers in COUNTED.items():
-            public = sys.modules[module.__name__.removesuffix("_triton")]
-            always = {"triton_implementation": lambda *_, module=module: module}
-            stack.enter_context(mock.patch.multiple(public, **always))
-            for name, numbers in launchers.items():
-                stand_in = _counted(getattr(module, name), numbers)
-                stack.enter_context(mock.patch.object(module, name, stand_in))
+        for name in ("_rms_norm", "_rotary", "_swiglu"):
+            public = sys.modules[f"bwsft_kernels.{name}"]
+            never = mock.patch.object(public, "plain_torch", lambda impl, tensor: False)
+            stack.enter_context(never)
         yield

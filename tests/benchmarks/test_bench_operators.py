@@ -5,7 +5,7 @@ import json
 import bench_operators as bench
 import pytest
 import torch
-from bwsft_kernels import rms_norm
+from bwsft_kernels import philox_uniform, rms_norm
 from lib import models
 from lib import small_counts as counts
 
@@ -13,15 +13,16 @@ CPU = torch.device("cpu")
 
 
 def test_a_layer_launches_its_matmuls_and_five_more():
-    """Forward 12: 7 matmuls, attention, 2 norms, rotary, SwiGLU. Backward 15: the same and three
-    sums of the gradients that meet at the two normed inputs."""
+    """Forward 12: 7 matmuls, attention, 2 norms, rotary, SwiGLU. Backward 16: the same, three
+    sums of the gradients that meet at the two normed inputs, and a copy of the one gradient that
+    the layer's two summands share, which are leaves here."""
     args = bench.parse(["--count-only", "--size", "tiny", "--rows", "64"])
     settings, (naive, fused) = bench.timed_layer(args)
     kept = fused.extra.pop("MiB kept in bf16")
-    assert fused.extra == {"forward operators": 12, "backward operators": 15}
+    assert fused.extra == {"forward operators": 12, "backward operators": 16}
     # Rows of 32: the two sums, q, k, v and what attention made; of 48: gate and up. 4 bytes of each
-    # norm for 1 / rms, and of each head for attention's log-sum-exp. Frozen matrices keep nothing.
-    assert kept * 2**20 == 64 * (2 * (6 * 32 + 2 * 48) + 4 * (2 + 2))
+    # head for attention's log-sum-exp. Frozen matrices keep nothing.
+    assert kept * 2**20 == 64 * (2 * (6 * 32 + 2 * 48) + 4 * 2)
     assert naive.extra["MiB kept in bf16"] > 1.3 * kept
     assert naive.extra["forward operators"] > 40 and naive.operators > 100
     assert naive.flops == fused.flops > 0 and naive.median_s is None
@@ -87,9 +88,16 @@ def test_fused_calls_have_their_numbers_while_they_are_counted():
             out = rms_norm(x, weight, 1e-5)
         with counts.Launches() as backward:
             out.backward(upstream)
-    assert torch.equal(out, expected) and x.grad.isfinite().all()
+    assert torch.equal(out, expected)
+    for grad, leaf in ((x.grad, x), (weight.grad, weight)):
+        plain = rms_norm(x, weight, 1e-5)
+        torch.testing.assert_close(grad, torch.autograd.grad(plain, leaf, upstream)[0])
     # The partial sums of the weight's gradient are added up by a second launch.
     assert forward.count == 1 and backward.count == 2
+    position, draw = torch.arange(8), torch.arange(3)[:, None]
+    with counts.Launches() as numbers:
+        philox_uniform(position, draw, 7, seed=1, stream=2)
+    assert numbers.count == 1
     with counts.Launches() as nothing:
         torch.promote_types(torch.float16, torch.float32)
         x.view(-1)[:3].t()

@@ -10,17 +10,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_HERE = nullcontext()
+
 
 def on_device(tensor: Tensor) -> AbstractContextManager:
     """Make the tensor's GPU the current one: Triton launches on the current device whatever the
     tensors say, and a kernel on cuda:0 that gets pointers of cuda:1 fails or corrupts."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return _HERE  # switching would cost as much as all else that a wrapper does
 
 
 def close(tensor: Tensor) -> Tensor:
     """The same values with neighboring entries along the last dimension; the others may have any
     strides, so that a slice of a joint projection isn't copied."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """Contiguous and of the tensor's shape, dtype and device."""
+    if tensor.is_contiguous():
+        return torch.empty_like(tensor)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def rows_of(tensor: Tensor) -> tuple[Tensor, int]:
+    """(the same values, elements from one row along the last dimension to the next): a view where
+    all rows have one distance, else a copy."""
+    if tensor.is_contiguous():
+        return tensor, tensor.shape[-1]
+    tensor = close(tensor.reshape(-1, tensor.shape[-1]))
+    return tensor, tensor.stride(0)
 
 
 @triton.jit

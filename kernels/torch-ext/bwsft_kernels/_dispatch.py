@@ -36,16 +36,23 @@ def tracked(*tensors: Tensor | None) -> bool:
 def check_float(**tensors: Tensor | None) -> None:
     """ValueError for a tensor that is distributed, no floating-point one, or on another device
     than the first: a kernel would read its address on the wrong GPU. None passes."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    first = device = None
     for name, tensor in tensors.items():
-        if distributed is not None and isinstance(tensor, distributed.DTensor):
+        if tensor is None:
+            continue
+        if type(tensor) is not Tensor and _is_distributed(tensor):
             raise ValueError(f"{name} is a DTensor; gather it first, e.g. with full_tensor()")
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, not {tensor.dtype}")
-        if tensor.device != device:
+        if device is None:
+            first, device = name, tensor.device
+        elif tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, but {first} on {device}: move it")
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def once_differentiable(name: str) -> Callable[[Callable], Callable]:
@@ -101,14 +108,19 @@ def flag(name: str) -> bool:
     return os.environ.get(name, "0") == "1"
 
 
+@functools.cache  # Triton too reads it once
+def _interpreting() -> bool:
+    """Whether Triton's kernels run in its interpreter, which takes CPU tensors."""
+    return flag("TRITON_INTERPRET")
+
+
 def obstacle(tensor: Tensor) -> str | None:
     """Why no Triton kernel can take the tensor; None if one can."""
-    interpreting = flag("TRITON_INTERPRET")  # in its interpreter Triton takes CPU tensors
     if tensor.dtype == torch.float64:
         return "Triton has no float64 kernels"
-    if tensor.dtype == torch.bfloat16 and interpreting:
+    if tensor.dtype == torch.bfloat16 and _interpreting():
         return "Triton's interpreter multiplies bf16 wrongly; unset TRITON_INTERPRET"
-    if not (tensor.is_cuda or interpreting):
+    if not (tensor.is_cuda or _interpreting()):
         return f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is not set"
     return None
 
@@ -118,13 +130,21 @@ def check_impl(impl: str) -> None:
         raise ValueError(f'impl must be "auto", "triton" or "torch", not {impl!r}')
 
 
+def plain_torch(impl: str, tensor: Tensor) -> bool:
+    """Whether a public function of `tensor` runs as torch's own operators, which every transform
+    knows, and not as one of the package's."""
+    check_impl(impl)
+    if impl == "auto":
+        return not tensor.is_cuda or tensor.dtype == torch.float64
+    return impl == "torch"
+
+
 def triton_implementation(impl: str, tensor: Tensor, name: str) -> ModuleType | None:
     """The module `name` of Triton kernels to use for `tensor`, or None for torch.
 
     Triton has no float64 path: "auto" takes torch for it, "triton" raises ValueError.
     """
-    check_impl(impl)
-    if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
+    if plain_torch(impl, tensor):
         return None
     if (reason := obstacle(tensor)) is None:
         module, reason = import_triton(name)

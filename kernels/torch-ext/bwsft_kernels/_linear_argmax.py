@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._dispatch import graph_break, triton_implementation
+from ._dispatch import triton_implementation
 from ._linear_cross_entropy_args import check_head, matmul_dtype
 from ._matmul import no_autocast, plan_chunks, wide_logits
-from .philox import gumbel, gumbel_key, gumbel_u24
+from ._operator import operator
+from .philox import gumbel, gumbel_rows, gumbel_u24, split_seed
 
 LOGITS_BYTES = 512 << 20
 ROW_BLOCK_BYTES = 16 << 20  # the Gumbel numbers of a block take about 10 times this
@@ -52,7 +53,6 @@ class ArgmaxOptions:
     round_bf16: bool
 
 
-@graph_break
 @torch.no_grad()
 def linear_argmax(
     input: Tensor,  # [..., D] fp32, fp16, bf16 or fp64
@@ -79,16 +79,17 @@ def linear_argmax(
         banned_ids, mask_id, subs, temperature, gumbel, want, softcap, round_logits,
         len(linear_weight))
     dtype = matmul_dtype(input, linear_weight, linear_bias)
-    x = input.reshape(-1, input.shape[-1]).to(dtype)
-    noise = _noise_key(gumbel, input) if temperature > 0 else None
-    kernels = triton_implementation(impl, x, "_linear_argmax_triton")
-    compute = kernels.head_argmax if kernels else _argmax_torch
-    bias = None if linear_bias is None else linear_bias.to(dtype)
-    with no_autocast(x.device):
-        token, *numbers = compute(x, linear_weight.to(dtype), bias, options, noise, temperature)
-    shape = input.shape[:-1]
-    numbers = [None if value is None else value.view(shape) for value in numbers]
-    return LinearArgmax(token.view(shape), *numbers, nan_flag=torch.isnan(numbers[0]).any())
+    key = (None, None, None, 0, 0)
+    if temperature > 0:
+        key = (*_noise_key(gumbel, input), *split_seed(gumbel.seed))
+    token, confidence, entropy, margin, nan_flag = _linear_argmax(
+        input.to(dtype), linear_weight.to(dtype),
+        None if linear_bias is None else linear_bias.to(dtype),
+        *key, float(temperature), list(options.banned), options.hidden_id, options.entropy,
+        options.margin, options.softcap, options.round_bf16, impl)
+    return LinearArgmax(
+        token, confidence, entropy if options.entropy else None,
+        margin if options.margin else None, nan_flag)
 
 
 def _options(
@@ -122,15 +123,57 @@ def _options(
     )
 
 
-def _noise_key(key: GumbelKey, input: Tensor) -> Tensor:  # [..., D] -> [5, N] int64
-    """Position, step, request and the two key words of each row."""
+def _noise_key(key: GumbelKey, input: Tensor) -> list[Tensor]:  # [..., D] -> [...] int64
+    """Position, step and request of each row."""
     shape, rows = input.shape[:-1], []
     for name in ("position", "step", "request"):
         value = torch.as_tensor(getattr(key, name), dtype=torch.int64, device=input.device)
-        if value.shape not in (shape, ()):
+        if value.dim() and value.shape != shape:
             raise ValueError(f"gumbel.{name} must be {list(shape)}, not {list(value.shape)}")
-        rows.append(value.expand(shape).reshape(-1))
-    return torch.stack([*rows, *gumbel_key(key.seed, rows[2])])
+        rows.append(value.expand(shape))
+    return rows
+
+
+def _body(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [..., D], [V, D], [V]
+    position: Tensor | None, step: Tensor | None, request: Tensor | None,  # [...] int64
+    key_low: int, key_high: int, temperature: float, banned: list[int], hidden_id: int,
+    entropy: bool, margin: bool, softcap: float, round_bf16: bool, impl: str,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # [...] four times, []
+    options = ArgmaxOptions(tuple(banned), hidden_id, entropy, margin, softcap, round_bf16)
+    kernels = triton_implementation(impl, x, "_linear_argmax_triton")
+    compute, noise = kernels.head_argmax if kernels else _argmax_torch, None
+    if request is not None:
+        rows = (t.reshape(-1) for t in (position, step, request))
+        noise = gumbel_rows(*rows, (key_low, key_high), impl)
+    with no_autocast(x.device):
+        numbers = compute(
+            x.reshape(-1, x.shape[-1]), weight, bias, options, noise, temperature)
+    shape, nan_flag = x.shape[:-1], torch.isnan(numbers[1]).any()
+    return *(None if value is None else value.view(shape) for value in numbers), nan_flag
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None,
+    position: Tensor | None, step: Tensor | None, request: Tensor | None,
+    key_low: int, key_high: int, temperature: float, banned: list[int], hidden_id: int,
+    entropy: bool, margin: bool, softcap: float, round_bf16: bool, impl: str,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    shape, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
+    confidence, *wanted = (
+        x.new_empty(shape, dtype=wide) if on else None for on in (True, entropy, margin))
+    token = x.new_empty(shape, dtype=torch.int64)
+    return token, confidence, *wanted, x.new_empty((), dtype=torch.bool)
+
+
+_linear_argmax = operator(
+    "linear_argmax",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? position, Tensor? step, Tensor? request, "
+    "int key_low, int key_high, float temperature, int[] banned, int hidden_id, bool entropy, "
+    "bool margin, float softcap, bool round_bf16, str impl) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _body, _fake,
+)
 
 
 def _argmax_torch(

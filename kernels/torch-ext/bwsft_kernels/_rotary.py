@@ -1,18 +1,16 @@
 """Rotary position embedding of queries and keys in one launch, and its inverse for the gradient.
 
-Letters: T tokens, H query heads, K key/value heads, E head width.
+Letters: H query heads, K key/value heads, E head width.
 """
-
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from . import torch_ops
-from ._dispatch import check_float, graph_break, once_differentiable, tracked, triton_implementation
+from ._dispatch import check_float, plain_torch, triton_implementation
+from ._operator import operator
 
 
-@graph_break
 def rotary(
     q: Tensor,  # [..., H, E] fp32, fp16, bf16 or fp64
     k: Tensor | None,  # [..., K, E] as q
@@ -28,60 +26,94 @@ def rotary(
     rotated back. ValueError for tensors that don't fit together.
     """
     _check(q, k, cos, sin)
-    kernels = triton_implementation(impl, q, "_rotary_triton")
-    if kernels is None:
+    if plain_torch(impl, q):
         return torch_ops.rotary(q, k, cos, sin)
-    q_tokens, k_tokens = (None if t is None else t.reshape(-1, *t.shape[-2:]) for t in (q, k))
-    tables = [t.reshape(-1, q.shape[-1] // 2) for t in (cos, sin)]
-    if tracked(q, k):
-        q_out, k_out = _Rotary.apply(q_tokens, k_tokens, *tables, False, kernels)
-    else:
-        q_out, k_out = kernels.rotate(q_tokens, k_tokens, *tables, False)
-    return q_out.view(q.shape), None if k is None else k_out.view(k.shape)
+    q_out, k_out = _rotary(q, k, cos, sin, impl)
+    return q_out, None if k is None else k_out
 
 
 def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
     check_float(q=q, cos=cos, sin=sin, k=k)
-    if q.dim() < 2 or q.shape[-1] % 2 or 0 in q.shape[-2:]:
-        raise ValueError(f"q must be [..., H, E] with heads and an even E, not {list(q.shape)}")
+    shape, dtype = q.shape, q.dtype
+    if len(shape) < 2 or shape[-1] % 2 or shape[-1] == 0 or shape[-2] == 0:
+        raise ValueError(f"q must be [..., H, E] with heads and an even E, not {list(shape)}")
+    *rows, _, width = shape
     if k is not None:
-        fits = k.dim() == q.dim() and k.dtype == q.dtype and k.shape[-2] > 0
-        if not fits or _but_heads(k) != _but_heads(q):
-            raise ValueError(f"k must be {q.dtype} [..., K, E] with the rows and width of q "
-                             f"{list(q.shape)}, not {k.dtype} {list(k.shape)}")
-    table = (*q.shape[:-2], 1, q.shape[-1] // 2)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    for name, value in (("cos", cos), ("sin", sin)):
-        if value.shape != table or value.dtype != wide:
-            raise ValueError(
-                f"{name} must be {wide} {list(table)}, not {value.dtype} {list(value.shape)}")
-        if value.requires_grad:
-            raise ValueError(f"{name} gets no gradient: detach it")
+        *k_rows, heads, k_width = k.shape if k.dim() > 1 else (0, 0)
+        if k.dtype != dtype or heads == 0 or k_rows != rows or k_width != width:
+            raise ValueError(f"k must be {dtype} [..., K, E] with the rows and width of q "
+                             f"{list(shape)}, not {k.dtype} {list(k.shape)}")
+    table = (*rows, 1, width // 2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for value in (cos, sin):
+        if value.shape != table or value.dtype != wide or value.requires_grad:
+            _complain("cos" if value is cos else "sin", value, wide, table)
 
 
-def _but_heads(x: Tensor) -> tuple[int, ...]:
-    return (*x.shape[:-2], x.shape[-1])
+def _complain(name: str, value: Tensor, dtype: torch.dtype, table: tuple[int, ...]) -> None:
+    if value.shape != table or value.dtype != dtype:
+        raise ValueError(
+            f"{name} must be {dtype} {list(table)}, not {value.dtype} {list(value.shape)}")
+    raise ValueError(f"{name} gets no gradient: detach it")
 
 
-class _Rotary(torch.autograd.Function):
-    """The Triton kernel, whose gradient is the inverse rotation."""
+def _rotate(
+    q: Tensor | None, k: Tensor | None,  # [..., H, E], [..., K, E]
+    cos: Tensor, sin: Tensor,  # [..., 1, E / 2]
+    impl: str, inverse: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both rotated, or rotated back."""
+    if kernels := triton_implementation(impl, cos if q is None else q, "_rotary_triton"):
+        return kernels.rotate(q, k, cos, sin, inverse)
+    sin = -sin if inverse else sin
+    return tuple(
+        None if t is None else torch_ops.rotated(t, cos, sin).contiguous() for t in (q, k))
 
-    @staticmethod
-    def forward(
-        ctx, q: Tensor | None, k: Tensor | None,  # [T, H, E], [T, K, E]
-        cos: Tensor, sin: Tensor,  # [T, E / 2]
-        inverse: bool, kernels: ModuleType,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin)
-        ctx.inverse, ctx.kernels = inverse, kernels
-        out = kernels.rotate(q, k, cos, sin, inverse)
-        fixed = [t for t, wanted in zip(out, ctx.needs_input_grad, strict=False) if not wanted]
-        ctx.mark_non_differentiable(*[t for t in fixed if t is not None])
-        return out
 
-    @staticmethod
-    @once_differentiable("rotary")
-    def backward(ctx, q_grad: Tensor | None, k_grad: Tensor | None):  # [T, H, E], [T, K, E]
-        grads = ctx.kernels.rotate(q_grad, k_grad, *ctx.saved_tensors, not ctx.inverse)
-        return *grads, None, None, None, None
+def _rotate_fake(
+    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, impl: str, inverse: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    return tuple(None if t is None else t.new_empty(t.shape) for t in (q, k))
+
+
+def _fwd(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, impl: str
+) -> tuple[Tensor, Tensor | None]:
+    return _rotate(q, k, cos, sin, impl, False)
+
+
+def _bwd(
+    q_grad: Tensor | None, k_grad: Tensor | None, cos: Tensor, sin: Tensor, impl: str
+) -> tuple[Tensor | None, Tensor | None]:
+    return _rotate(q_grad, k_grad, cos, sin, impl, True)
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
+    q, k, cos, sin, ctx.impl = inputs
+    ctx.alone = k is None
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(cos, sin)
+    if k is not None and not ctx.needs_input_grad[1]:
+        ctx.mark_non_differentiable(output[1])
+    elif not ctx.needs_input_grad[0]:
+        ctx.mark_non_differentiable(output[0])
+
+
+def _backward(ctx, q_grad: Tensor | None, k_grad: Tensor | None) -> tuple:
+    if ctx.alone:
+        k_grad = None  # some transforms give zeros for None
+    if q_grad is None and k_grad is None:
+        return (None,) * 5
+    cos, sin = ctx.saved_tensors
+    grads = _rotary_bwd(q_grad, k_grad, cos, sin, ctx.impl)
+    return (
+        None if q_grad is None else grads[0], None if k_grad is None else grads[1],
+        None, None, None,
+    )
+
+
+_OUTPUTS = "Tensor cos, Tensor sin, str impl) -> (Tensor, Tensor)"
+_rotary_bwd = operator(
+    "rotary_bwd", f"(Tensor? q_grad, Tensor? k_grad, {_OUTPUTS}", _bwd, _rotate_fake)
+_rotary = operator(
+    "rotary", f"(Tensor q, Tensor? k, {_OUTPUTS}", _fwd, _rotate_fake, _setup_context, _backward)

@@ -4,12 +4,13 @@ The Triton implementation of _rotary.py. Letters: T tokens, H query heads, K key
 E head width.
 """
 
-import torch
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device_triton import close, down_cast, on_device
+from ._device_triton import close, down_cast, empty_like, on_device
 
 PAIRS = 2048  # of a program: 16 a thread with 4 warps
 
@@ -53,34 +54,50 @@ def _rotary_heads_kernel(
                       HALF, BLOCK_E)
 
 
-def _near(x: Tensor) -> Tensor:
-    """`close`, and with the heads of a token within the reach of int32 offsets, as attention's own
-    layout [H, T, E] of millions of tokens is not."""
-    x = close(x)
-    return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
+def _tokens(x: Tensor, heads: int, width: int) -> tuple[Tensor, int, int]:
+    """(x with neighboring entries along the last dimension, strides of a token and of a head).
+
+    The heads of a token are within the reach of int32 offsets, as attention's own layout
+    [H, T, E] of millions of tokens is not."""
+    if not x.is_contiguous():
+        x = close(x.reshape(-1, heads, width))
+        if heads * x.stride(1) < 2**31:
+            return x, x.stride(0), x.stride(1)
+        x = x.contiguous()
+    return x, heads * width, width
+
+
+@functools.cache
+def _plan(heads: int, more: int, width: int) -> tuple[int, int, int, int]:
+    """(blocks of query heads, of key heads, heads of a block, columns of a block)."""
+    block_e = triton.next_power_of_2(width // 2)
+    block_h = min(triton.next_power_of_2(max(heads, more)), max(1, PAIRS // block_e))
+    return triton.cdiv(heads, block_h), triton.cdiv(more, block_h), block_h, block_e
 
 
 def rotate(
-    q: Tensor | None, k: Tensor | None,  # [T, H, E], [T, K, E] fp32 or 16 bits
-    cos: Tensor, sin: Tensor,  # [T, E / 2] fp32
+    q: Tensor | None, k: Tensor | None,  # [..., H, E], [..., K, E] fp32 or 16 bits
+    cos: Tensor, sin: Tensor,  # [..., 1, E / 2] fp32
     inverse: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both rotated, or rotated back."""
     if q is None:
         return rotate(k, q, cos, sin, inverse)[::-1] if k is not None else (None, None)
-    q, other = _near(q), _near(q if k is None else k)
-    (size, heads, width), more = q.shape, 0 if k is None else other.shape[1]
-    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k_out = None if k is None else torch.empty_like(k, memory_format=torch.contiguous_format)
-    block_e = triton.next_power_of_2(width // 2)
-    block_h = min(triton.next_power_of_2(max(heads, more)), max(1, PAIRS // block_e))
-    blocks, more_blocks = triton.cdiv(heads, block_h), triton.cdiv(more, block_h)
-    if size:
+    heads, width = q.size(-2), q.size(-1)
+    q_out = empty_like(q)
+    q, stride_q, stride_q_head = _tokens(q, heads, width)
+    k_out, more, other, stride_k, stride_k_head = None, 0, q, 0, 0
+    if k is not None:
+        more = k.size(-2)
+        k_out = empty_like(k)
+        other, stride_k, stride_k_head = _tokens(k, more, width)
+    blocks, more_blocks, block_h, block_e = _plan(heads, more, width)
+    if size := q_out.numel() // (heads * width):
         with on_device(q):
             # Without fused multiply-adds, so that the numbers are torch's to the last bit.
             _rotary_heads_kernel[(size, blocks + more_blocks)](
                 q, other, cos.contiguous(), sin.contiguous(), q_out, q_out if k is None else k_out,
-                heads, more, q.stride(0), q.stride(1), other.stride(0), other.stride(1), blocks,
+                heads, more, stride_q, stride_q_head, stride_k, stride_k_head, blocks,
                 INVERSE=inverse, HALF=width // 2, BLOCK_H=block_h, BLOCK_E=block_e,
                 num_warps=4, enable_fp_fusion=False,
             )

@@ -3,15 +3,11 @@
 The Triton implementation of _swiglu.py. Letters: N rows, M features.
 """
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import KernelInterface
 
-from ._device_triton import close, down_cast, on_device
+from ._device_triton import down_cast, empty_like, on_device, rows_of
 
 BLOCK_M = 2048  # 16 numbers a thread with 4 warps
 
@@ -49,24 +45,29 @@ def _swiglu_bwd_kernel(
     tl.store(gate_grad_ptr + row * M + cols, down_cast(grad, dtype), mask=inside)
 
 
-def _launch(kernel: KernelInterface, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    inputs, (size, width) = [close(t) for t in inputs], outputs[0].shape
-    if size:
-        with on_device(outputs[0]):
-            kernel[(size, triton.cdiv(width, BLOCK_M))](
-                *inputs, *outputs, width, *(t.stride(0) for t in inputs),
+def swiglu_fwd(gate: Tensor, up: Tensor) -> Tensor:  # all [..., M], fp32 or 16 bits
+    out = empty_like(gate)
+    if size := out.numel():
+        width = out.size(-1)
+        (gate, stride_gate), (up, stride_up) = rows_of(gate), rows_of(up)
+        with on_device(out):
+            _swiglu_fwd_kernel[(size // width, -(-width // BLOCK_M))](
+                gate, up, out, width, stride_gate, stride_up,
                 BLOCK_M=BLOCK_M, num_warps=4, enable_fp_fusion=True,
             )
-
-
-def swiglu_fwd(gate: Tensor, up: Tensor) -> Tensor:  # all [N, M], fp32 or 16 bits
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _launch(_swiglu_fwd_kernel, (gate, up), (out,))
     return out
 
 
-def swiglu_bwd(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:  # all [N, M]
+def swiglu_bwd(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:  # all [..., M]
     """Gradients of gate and up."""
-    outputs = [torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2)]
-    _launch(_swiglu_bwd_kernel, (grad, gate, up), outputs)
-    return outputs
+    gate_grad, up_grad = empty_like(gate), empty_like(gate)
+    if size := gate_grad.numel():
+        width = gate_grad.size(-1)
+        (grad, stride_grad), (gate, stride_gate) = rows_of(grad), rows_of(gate)
+        up, stride_up = rows_of(up)
+        with on_device(gate_grad):
+            _swiglu_bwd_kernel[(size // width, -(-width // BLOCK_M))](
+                grad, gate, up, gate_grad, up_grad, width, stride_grad, stride_gate, stride_up,
+                BLOCK_M=BLOCK_M, num_warps=4, enable_fp_fusion=True,
+            )
+    return gate_grad, up_grad

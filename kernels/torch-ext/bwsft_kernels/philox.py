@@ -13,7 +13,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ._dispatch import require
+from ._dispatch import checking, require, triton_implementation
+from ._operator import operator
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 10
@@ -61,7 +62,6 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 
 
-
 def philox_u24(
     position: Ints,  # broadcasts with the next two
     draw: Ints,
@@ -69,37 +69,101 @@ def philox_u24(
     *,
     seed: int,
     stream: int,
+    impl: str = "auto",
 ) -> Tensor:  # int64, of the common shape
     """Uniform integers in [0, 2^24).
 
-    Counter = (position, draw, id & 0xffffffff, id >> 32 | stream << 24), key = seed.
+    Counter = (position, draw, id & 0xffffffff, id >> 32 | stream << 24), key = seed. On a GPU a
+    sample_id out of range is a device-side assertion, or ValueError with BWSFT_DEBUG=1.
     """
-    numbers = (position, draw, sample_id)
-    device = next((n.device for n in numbers if isinstance(n, Tensor)), None)
-    numbers = (torch.as_tensor(n, dtype=torch.int64, device=device) for n in numbers)
-    position, draw, sample_id = numbers
-    high = sample_id >> 32
-    require(((high >= 0) & (high < 1 << 24)).all(), lambda: "sample_id must lie in [0, 2^56)")
-    counter = (position & MASK32, draw & MASK32, sample_id & MASK32, high | (int(stream) << 24))
-    return philox_words(counter, split_seed(seed))[0] >> 8
+    return _numbers((position, draw, sample_id), seed, stream, False, impl)
 
 
 def philox_uniform(
-    position: Ints, draw: Ints, sample_id: Ints, *, seed: int, stream: int
+    position: Ints, draw: Ints, sample_id: Ints, *, seed: int, stream: int, impl: str = "auto"
 ) -> Tensor:  # fp32
     """Uniform fp32 numbers in [0, 1), multiples of 2^-24; arguments as in `philox_u24`."""
-    return philox_u24(position, draw, sample_id, seed=seed, stream=stream).float() * 2.0**-24
+    return _numbers((position, draw, sample_id), seed, stream, True, impl)
 
 
-def gumbel_key(seed: int, request: Tensor) -> tuple[Tensor, Tensor]:  # [N] int64, as both words
+def _numbers(
+    counter: tuple[Ints, Ints, Ints], seed: int, stream: int, uniform: bool, impl: str
+) -> Tensor:
+    device = next((n.device for n in counter if isinstance(n, Tensor)), None)
+    if device is None:  # an operator needs a tensor to know its device
+        counter, device = (torch.as_tensor(counter[0]), *counter[1:]), torch.device("cpu")
+    tensors = [n.to(device, torch.int64) if isinstance(n, Tensor) else None for n in counter]
+    integers = [0 if isinstance(n, Tensor) else int(n) for n in counter]
+    return _philox(*tensors, integers, *split_seed(seed), int(stream), uniform, impl)
+
+
+def _philox_body(
+    position: Tensor | None, draw: Tensor | None, sample_id: Tensor | None,
+    integers: list[int],  # what stands in the place of each None
+    key_low: int, key_high: int, stream: int, uniform: bool, impl: str,
+) -> Tensor:
+    tensors = position, draw, sample_id
+    counter = [n if t is None else t for t, n in zip(tensors, integers, strict=True)]
+    like = next(t for t in tensors if t is not None)
+    kernels = triton_implementation(impl, like, "_philox_triton")
+    if kernels is None or checking(like):
+        high = torch.as_tensor(counter[2] >> 32, device=like.device)
+        require(((high >= 0) & (high < 1 << 24)).all(), lambda: "sample_id must lie in [0, 2^56)")
+    if kernels:
+        dtype = torch.float32 if uniform else torch.int64
+        key = key_low, key_high
+        return kernels.u24(*counter, _shape(*tensors), like.device, stream, key, dtype)
+    position, draw, sample_id = counter
+    counter = (position & MASK32, draw & MASK32, sample_id & MASK32, sample_id >> 32 | stream << 24)
+    u24 = philox_words(counter, (key_low, key_high))[0] >> 8
+    return u24.float() * 2.0**-24 if uniform else u24
+
+
+def _philox_fake(
+    position: Tensor | None, draw: Tensor | None, sample_id: Tensor | None, integers: list[int],
+    key_low: int, key_high: int, stream: int, uniform: bool, impl: str,
+) -> Tensor:
+    like = next(t for t in (position, draw, sample_id) if t is not None)
+    dtype = torch.float32 if uniform else torch.int64
+    return like.new_empty(_shape(position, draw, sample_id), dtype=dtype)
+
+
+def _shape(*tensors: Tensor | None) -> torch.Size:
+    return torch.broadcast_shapes(*[t.shape for t in tensors if t is not None])
+
+
+_philox = operator(
+    "philox_uniform",
+    "(Tensor? position, Tensor? draw, Tensor? sample_id, int[] integers, int key_low, "
+    "int key_high, int stream, bool uniform, str impl) -> Tensor",
+    _philox_body, _philox_fake,
+)
+
+
+def gumbel_key(
+    seed: int,
+    request: Tensor,  # [N] int64
+) -> tuple[Tensor, Tensor]:  # both [N]
     """Key words of the Gumbel noise of requests.
 
     They are words 0 and 1 of the block with counter (0, 0, request >> 32, GUMBEL << 24) under the
     key `seed`; the low half of the request goes into the noise's own counter.
     """
+    low, high = gumbel_rows(request, request, request, split_seed(seed))[3:]
+    return low, high
+
+
+def gumbel_rows(
+    position: Tensor, step: Tensor, request: Tensor,  # [N] int64
+    key: tuple[int, int],
+    impl: str = "auto",
+) -> Tensor:  # [5, N] int64
+    """What the Gumbel noise of each row is made of: position, step, request, `gumbel_key`."""
+    if kernels := triton_implementation(impl, request, "_philox_triton"):
+        return kernels.gumbel_rows(position, step, request, Stream.GUMBEL, key)
     zero = torch.zeros_like(request)
     counter = (zero, zero, (request >> 32) & MASK32, zero | (Stream.GUMBEL << 24))
-    return philox_words(counter, split_seed(seed))[:2]
+    return torch.stack((position, step, request, *philox_words(counter, key)[:2]))
 
 
 def gumbel_u24(

@@ -11,6 +11,7 @@ import pytest
 import tiny_llada
 import torch
 from bwsft_kernels import _rms_norm_triton, _tuning, rms_norm, rotary, swiglu, torch_ops
+from bwsft_kernels._rms_norm import MOST_D
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,9 @@ def used(monkeypatch):
         return importlib.import_module(f"bwsft_kernels.{name}")
 
     for name in ("rms_norm", "rotary", "swiglu"):
-        monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_implementation", taken)
+        public = sys.modules[f"bwsft_kernels._{name}"]
+        monkeypatch.setattr(public, "triton_implementation", taken)
+        monkeypatch.setattr(public, "plain_torch", lambda impl, tensor: False)
     return names
 
 
@@ -39,7 +42,7 @@ def used(monkeypatch):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_values_and_gradients(assert_no_worse, used, function, dtype):
     own = cases.check_values(assert_no_worse, function, MAKE[function](dtype))
-    assert used == [f"_{function.__name__}_triton"]
+    assert set(used) == {f"_{function.__name__}_triton"}
     again = cases.outputs_and_grads(function, MAKE[function](dtype), cases.TRAINED[function])
     assert all(torch.equal(one, two) for one, two in zip(own, again, strict=True))
 
@@ -65,13 +68,15 @@ def test_rotary_has_the_bits_of_torch(used, dtype):
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-NORMS = {"one": (1, 1), "wide": (2, 1025), "more rows than programs": (37, 24), "3-d": (2, 3, 64)}
+NORMS = {"one": (1, 1), "wide": (2, 1025), "more rows than programs": (37, 600), "3-d": (2, 3, 64),
+         "heads": (5, 119, 128)}
 
 
 @pytest.mark.parametrize("shape", NORMS)
 @pytest.mark.parametrize("trained", [(0, 1), (0,), (1,)])
 def test_norm_shapes(assert_no_worse, used, shape, trained):
-    """37 rows on 4 processors: 8 programs of 5 rows, the last of 2."""
+    """37 rows on 4 processors: 19 programs of 2 rows, the last of 1. 595 heads: 25 programs of
+    three times 8, the last of 19."""
     case = cases.norm_case(torch.float32, NORMS[shape], scale=30.0)
     cases.check_values(assert_no_worse, rms_norm, case[:3], trained)
     cases.check_values(assert_no_worse, rms_norm, case, (*trained, 3))
@@ -196,8 +201,8 @@ def saved_bytes(run):
 
 
 def test_what_is_kept_for_backward(used):
-    """swiglu: two tensors of three. rms_norm: the sum and 1 / rms of each row, where plain torch
-    keeps an fp32 copy of 16-bit rows. rotary: the tables alone."""
+    """swiglu: two tensors of three. rms_norm: the sum, where plain torch keeps an fp32 copy of
+    16-bit rows too. rotary: the tables alone."""
     gate, up = (t.bfloat16().requires_grad_() for t in cases.swiglu_case(torch.float32, (64, 128)))
     own, plain = (saved_bytes(lambda f=f: f(gate, up)) for f in (swiglu, torch_ops.swiglu))
     assert own == 2 * gate.nbytes and plain == 3 * gate.nbytes
@@ -206,7 +211,7 @@ def test_what_is_kept_for_backward(used):
     own, plain = (
         saved_bytes(lambda f=f: f(x, weight, eps, residual)) for f in (rms_norm, torch_ops.rms_norm)
     )
-    assert own == x.nbytes + weight.nbytes + 64 * 4 and plain >= 2 * x.nbytes
+    assert own == x.nbytes + weight.nbytes and plain >= 2 * x.nbytes
     q, k, cos, sin = cases.rotary_case(torch.bfloat16, (64,))
     q.requires_grad_()
     assert saved_bytes(lambda: rotary(q, k, cos, sin)) == cos.nbytes + sin.nbytes
@@ -235,10 +240,10 @@ def test_rows_past_2_31():
 
 def test_rows_too_long_for_registers(used, monkeypatch):
     """Torch takes them where nobody insists on Triton."""
-    x = torch.randn(2, _rms_norm_triton.MOST_D + 1)
+    x = torch.randn(2, MOST_D + 1)
     weight = torch.ones(x.shape[1])
     assert torch.equal(rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
-    assert used == ["_rms_norm_triton"]
+    assert not used
     with pytest.raises(ValueError, match="8193 columns, more than 8192"):
         rms_norm(x, weight, 1e-5, impl="triton")
 
@@ -277,14 +282,15 @@ def test_a_model_with_fused_ops(assert_no_worse, used, pruned):
     positions = torch.cat([torch.arange(7), torch.arange(12)])
     boundaries = torch.tensor([0, 7, 19])
     wanted = torch.tensor([[1, 2, 6], [7, 17, 18]]) if pruned else None
-    results = []
+    results, forward = [], None
     for backbone in (llada(True), llada(False), llada(False).double()):
         out = backbone.hidden_states(ids, positions, boundaries, wanted=wanted)
+        forward = forward or list(used)
         out.sin().sum().backward()
         parameters = backbone.named_parameters()
         results.append([out.detach(), *(p.grad for n, p in parameters if p.grad is not None)])
     # Two norms a layer and one at the end; the pruned layer rotates queries and keys apart.
-    counts = {name: used.count(f"_{name}_triton") for name in ("rms_norm", "rotary", "swiglu")}
+    counts = {name: forward.count(f"_{name}_triton") for name in ("rms_norm", "rotary", "swiglu")}
     assert counts == {"rms_norm": 5, "rotary": 3 if pruned else 2, "swiglu": 2}
     for one, two, truth in zip(*results, strict=True):
         band = 8 * torch.finfo(torch.float32).eps * float(truth.abs().max())
