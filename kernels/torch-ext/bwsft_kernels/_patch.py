@@ -38,11 +38,11 @@ def patch(model: nn.Module) -> nn.Module:
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Undo `patch`; returns the model."""
-    base = _base(model)
-    if isinstance(base, _Patched):
-        for head in _heads(base):
-            head.__class__ = nn.Linear
-        base.__class__ = base.unpatched
+    for module in model.modules():
+        if isinstance(module, DeferringLinear):
+            module.__class__ = nn.Linear
+        elif isinstance(module, _Patched):
+            module.__class__ = module.unpatched
     return model
 
 
@@ -73,7 +73,7 @@ def _patched(cls: type[nn.Module]) -> type[nn.Module]:
         labels = args[position] if len(args) > position else kwargs.get("labels")
         if labels is None:
             return cls.forward(self, *args, **kwargs)
-        heads = [m for m in self.get_output_embeddings().modules() if type(m) is DeferringLinear]
+        heads = [m for m in self.get_output_embeddings().modules() if isinstance(m, DeferringLinear)]
         for head in heads:
             head.deferring = True
         try:
