@@ -47,7 +47,8 @@ class DeferredLogits:
     def contiguous(self) -> "DeferredLogits":
         return self
 
-    def view(self, *shape: int) -> "DeferredLogits":
+    def view(self, *shape: int | tuple[int, ...]) -> "DeferredLogits":
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
         if shape[-1] != len(self.weight):
             raise _unknown(f"view{shape} of {list(self.shape)}")
         hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
@@ -62,10 +63,17 @@ class DeferredLogits:
         scale, cap = (scale * factor, cap) if cap is None else (scale, cap * factor)
         return DeferredLogits(self.hidden, self.weight, self.bias, scale, cap)
 
+    __rmul__ = __mul__
+
     def __truediv__(self, divisor: object) -> "DeferredLogits":
         if not isinstance(divisor, int | float):
             raise _unknown(f"division by {type(divisor).__name__}")
         return self * (1 / divisor)
+
+    def _refuse(self, *args: object) -> None:
+        raise _unknown("indexing, or arithmetic other than a product with a number")
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __neg__ = _refuse
 
     def tanh(self) -> "DeferredLogits":
         if self.cap is not None:
