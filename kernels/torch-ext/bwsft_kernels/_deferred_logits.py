@@ -95,10 +95,9 @@ class DeferredLogits:
     def __torch_function__(
         cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None,
     ) -> object:
-        kwargs = kwargs or {}
         if func is F.cross_entropy:
-            (logits, target, *weight), options = args, kwargs
-            return logits.cross_entropy(target, **dict(zip(("weight",), weight)) | options)
+            logits, target = args
+            return logits.cross_entropy(target, **kwargs)
         if func is torch.tanh:
             return args[0].tanh()
         raise _unknown(getattr(func, "__name__", str(func)))

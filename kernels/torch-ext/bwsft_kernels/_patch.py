@@ -73,7 +73,8 @@ def _patched(cls: type[nn.Module]) -> type[nn.Module]:
         labels = args[position] if len(args) > position else kwargs.get("labels")
         if labels is None:
             return cls.forward(self, *args, **kwargs)
-        heads = [m for m in self.get_output_embeddings().modules() if isinstance(m, DeferringLinear)]
+        head = self.get_output_embeddings()
+        heads = [m for m in head.modules() if isinstance(m, DeferringLinear)]  # peft's has two
         for head in heads:
             head.deferring = True
         try:
@@ -101,8 +102,8 @@ def _without_logits(output: object) -> object:
     fields = output if isinstance(output, tuple) else list(output.values())
     kept = [field for field in fields if not isinstance(field, DeferredLogits)]
     if len(kept) == len(fields):
-        raise ValueError("the model's loss was not fused, for its head was replaced or hooked after "
-                         "bwsft_kernels.patch(model): patch it again, or unpatch it")
+        raise ValueError("the model's loss was not fused, for its head was replaced or hooked "
+                         "after bwsft_kernels.patch(model): patch it again, or unpatch it")
     if isinstance(output, tuple):
         return tuple(kept)
     return type(output)(
@@ -115,8 +116,8 @@ def _base(model: nn.Module) -> nn.Module:
     if "labels" not in inspect.signature(base.forward).parameters or not _head(base):
         raise ValueError(f"{SUPPORTED}; not {type(base).__name__}")
     if "forward" in vars(base):
-        raise ValueError(f"the forward of this {type(base).__name__} was replaced, by accelerate or "
-                         "another patch: apply bwsft_kernels.patch before that")
+        raise ValueError(f"the forward of this {type(base).__name__} was replaced, by accelerate "
+                         "or another patch: apply bwsft_kernels.patch before that")
     return base
 
 
@@ -136,6 +137,6 @@ def _heads(model: nn.Module) -> list[nn.Module]:
                 f"the head is a {kind}, not a plain nn.Linear: leave the head out of adapters and "
                 "of quantization (peft's modules_to_save may have it)")
         if "forward" in vars(head):
-            raise ValueError("the head's forward was replaced, as device_map does to spread a model "
-                             "over devices; load the model on one device")
+            raise ValueError("the head's forward was replaced, as device_map does to spread a "
+                             "model over devices; load the model on one device")
     return heads
