@@ -28,6 +28,7 @@ def test_build_file():
     assert set(general["backends"]) <= {"cpu", "cuda"}
     card = (PROJECT / "CARD.md").read_text(encoding="utf-8")
     assert card.startswith("---\n") and f"license: {general['license']}\n" in card
+    assert not re.search(r"\{[{%#]", card)  # the builder fills in such places
     assert (PROJECT / "flake.nix").exists() and PACKAGE.joinpath("__init__.py").exists()
 
 

@@ -1,7 +1,6 @@
 """bwsft_kernels.patch: loss and gradients of a Hugging Face model are its own."""
 
 import copy
-import pickle
 
 import bwsft_kernels
 import pytest
@@ -155,12 +154,14 @@ def test_copies_keep_the_patch(batch):
     """Their logits are their own, too: a copy doesn't call the model it was made from."""
     model = bwsft_kernels.patch(bwsft_kernels.patch(made()))
     loss = model(**batch).loss
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(**batch).loss, loss) and other(**batch).logits is None
-        with torch.no_grad():
-            other.model.norm.weight.zero_()
-        torch.testing.assert_close(other(**batch).loss, torch.tensor(float(V)).log())
-        assert torch.equal(model(**batch).loss, loss)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(**batch).loss, loss) and other(**batch).logits is None
+    with torch.no_grad():
+        other.model.norm.weight.zero_()
+    torch.testing.assert_close(other(**batch).loss, torch.tensor(float(V)).log())
+    assert torch.equal(model(**batch).loss, loss)
+    # A file names the class that can be imported.
+    assert model.__reduce_ex__(4)[1] == (LlamaForCausalLM,)
 
 
 @pytest.mark.parametrize("first", ["patch", "peft"])
@@ -231,6 +232,35 @@ def test_what_happens_to_the_head_after_the_patch(batch):
     with pytest.raises(ValueError, match=r"unpatch\(model\)"):
         adapted(**batch)
     assert bwsft_kernels.unpatch(adapted)(**batch).logits is not None
+
+
+def test_sharded(batch):
+    """In the root's group the head is whole while forward runs; alone it is not, which is said."""
+    dist = pytest.importorskip("torch.distributed")
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    before = loss_and_gradients(made("llama-tied"), batch)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fsdp.fully_shard(bwsft_kernels.patch(made("llama-tied")))
+        loss, grads = loss_and_gradients(model, batch)
+        assert_same((loss, {name: grad.full_tensor() for name, grad in grads.items()}), before)
+        with pytest.raises(ValueError, match="before fully_shard"):
+            bwsft_kernels.unpatch(model)
+        model = bwsft_kernels.patch(made())
+        fsdp.fully_shard(model.lm_head)
+        with pytest.raises(ValueError, match="with the model's root"):
+            fsdp.fully_shard(model)(**batch)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_compiled(batch):
+    """Dynamo takes the deferred logits through the model's loss code."""
+    model = bwsft_kernels.patch(made("gemma2"))
+    loss = model(**batch).loss
+    compiled = torch.compile(model, backend="eager")(**batch)
+    torch.testing.assert_close(compiled.loss, loss, rtol=BAND, atol=0)
+    assert compiled.logits is None
 
 
 @pytest.mark.parametrize("use", [

@@ -38,29 +38,31 @@ def patch(model: nn.Module) -> nn.Module:
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Undo `patch`; returns the model."""
-    for module in model.modules():
-        if isinstance(module, DeferringLinear):
-            module.__class__ = nn.Linear
-        elif isinstance(module, _Patched):
-            module.__class__ = module.unpatched
+    patched = [m for m in model.modules() if isinstance(m, _Patched)]
+    for module in patched:
+        if "unpatched" not in vars(type(module)):  # a subclass
+            raise ValueError("unpatch the model before fully_shard shards it")
+    for module in patched:
+        module.__class__ = module.unpatched
     return model
 
 
-class DeferringLinear(nn.Linear):
+class _Patched:
+    """Mark of a patched module's class, whose attribute `unpatched` is the class it was."""
+
+    unpatched: type[nn.Module]
+
+
+class DeferringLinear(_Patched, nn.Linear):
     """A head whose logits are deferred while its model computes a loss."""
 
+    unpatched = nn.Linear
     deferring = False
 
     def forward(self, input: Tensor) -> Tensor | DeferredLogits:  # [..., D] -> [..., V]
         if self.deferring:
             return DeferredLogits(input, self.weight, self.bias)
         return super().forward(input)
-
-
-class _Patched:
-    """Mark of a patched model's class, whose attribute `unpatched` is the class it was."""
-
-    unpatched: type[nn.Module]
 
 
 @functools.cache
@@ -76,6 +78,9 @@ def _patched(cls: type[nn.Module]) -> type[nn.Module]:
         head = self.get_output_embeddings()
         heads = [m for m in head.modules() if isinstance(m, DeferringLinear)]  # peft's has two
         for head in heads:
+            if type(head) is not DeferringLinear:
+                raise ValueError("the head is sharded on its own, so its weight is gone when the "
+                                 "loss needs it: let fully_shard shard it with the model's root")
             head.deferring = True
         try:
             output = cls.forward(self, *args, **kwargs)
@@ -113,7 +118,7 @@ def _without_logits(output: object) -> object:
 def _base(model: nn.Module) -> nn.Module:
     """The model under peft's wrapper, if there is one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "labels" not in inspect.signature(base.forward).parameters or not _head(base):
+    if "labels" not in inspect.signature(base.forward).parameters or _head(base) is None:
         raise ValueError(f"{SUPPORTED}; not {type(base).__name__}")
     if "forward" in vars(base):
         raise ValueError(f"the forward of this {type(base).__name__} was replaced, by accelerate "
