@@ -38,4 +38,4 @@ test-all: lint
 	TRITON_INTERPRET=1 $(PYTEST) -m '' tests/kernels/triton
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info kernels/build kernels/.wheel kernels/torch-ext/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -28,33 +28,73 @@ def test_build_file():
     assert set(general["backends"]) <= {"cpu", "cuda"}
     card = (PROJECT / "CARD.md").read_text(encoding="utf-8")
     assert card.startswith("---\n") and f"license: {general['license']}\n" in card
+    assert not re.search(r"\{[{%#]", card)  # the builder fills in such places
     assert (PROJECT / "flake.nix").exists() and PACKAGE.joinpath("__init__.py").exists()
+
+
+def refusals(text, package=PACKAGE.name, name="a.py"):
+    """What the loader or the builder would refuse in a file: imports of the package by its name,
+    which break under a unique one, and operators outside the build's own namespace."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.split(".")[0] == package]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found += [node.module] if node.module.split(".")[0] == package else []
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.ops":
+            found += [] if name == "_ops.py" else ["torch.ops"]
+        elif isinstance(node, ast.Call):
+            called, named = ast.unparse(node.func).split(".")[-1], ast.unparse(node)
+            literal = any(isinstance(a, ast.Constant | ast.JoinedStr) for a in node.args[:1])
+            if called in ("custom_op", "triton_op"):
+                prefixed = ast.unparse(node.args[0]).startswith("add_op_namespace_prefix(")
+                found += [] if prefixed else [named]
+            elif called == "Library" or (called.startswith("register_") and literal):
+                found.append(named)
+    return found
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
 def test_what_the_loader_and_the_builder_refuse(path):
-    """Absolute imports of the package break under a unique name; operators need a prefix."""
     assert path.stem != PACKAGE.name
-    text = path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            assert all(alias.name.split(".")[0] != PACKAGE.name for alias in node.names)
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            assert node.module.split(".")[0] != PACKAGE.name
-    for name in ("custom_op", "triton_op", "register_fake", "torch.library", "torch.ops."):
-        assert name not in text
+    assert refusals(path.read_text(encoding="utf-8"), name=path.name) == []
+
+
+@pytest.mark.parametrize("text", [
+    "import bwsft_kernels.philox", "from bwsft_kernels import swiglu",
+    "torch.ops.bwsft_kernels.a(x)",
+    "@torch.library.custom_op('bwsft_kernels::a', mutates_args=())\ndef a(x): 0",
+    "triton_op(f'{NAMESPACE}::a')", "torch.library.register_fake('bwsft_kernels::a')",
+    "Library('bwsft_kernels', 'FRAGMENT')",
+])  # fmt: skip
+def test_a_planted_refusal_is_found(text):
+    assert len(refusals(text)) == 1
+    own = "@custom_op(add_op_namespace_prefix('a'))\ndef a(x): 0\na.register_fake(f)"
+    assert refusals(own) == []
 
 
 def test_public_names():
     """A name is a function or a module, never both: which of them an import finds would depend on
     what was imported before."""
     assert set(bwsft_kernels.__all__) == {
-        "GumbelKey", "LinearArgmax", "MaskSpec", "MaskedBatch", "Stream", "block_mask",
-        "linear_argmax", "linear_cross_entropy", "philox_uniform", "rms_norm", "rotary", "swiglu",
+        "GumbelKey", "LinearArgmax", "MaskSpec", "MaskedBatch", "Stream", "block_mask", "layers",
+        "linear_argmax", "linear_cross_entropy", "patch", "philox_uniform", "rms_norm", "rotary",
+        "swiglu", "unpatch",
     }
-    for name in bwsft_kernels.__all__:
+    for name in set(bwsft_kernels.__all__) - {"layers"}:
         assert callable(getattr(bwsft_kernels, name))
         assert importlib.util.find_spec(f"bwsft_kernels.{name}") is None
+
+
+def test_importing_costs_little():
+    """Compiler, Triton and transformers come with the first use that needs them."""
+    code = ("import sys, torch; old = set(sys.modules); import bwsft_kernels; "
+            "print(*set(sys.modules) - old)")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "bwsft_kernels.layers" in run.stdout.split()
+    roots = {name.split(".")[0] for name in run.stdout.split()}
+    assert not roots & {"triton", "transformers", "peft", "numpy", "bwsft"}
+    assert "torch._dynamo" not in run.stdout.split()
 
 
 LOAD = """
