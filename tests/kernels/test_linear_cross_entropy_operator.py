@@ -40,9 +40,9 @@ def assert_same(one, other):
 def test_opcheck(reduction, num_rows, chunk_bytes):
     x, weight, target, bias = problem()
     row_weight = torch.rand(T, generator=torch.manual_seed(1))
-    arguments = (x, weight, bias, target, row_weight, None, 0.1, reduction, -100, 20.0, None,
+    arguments = (x, weight, bias, target, row_weight, None, reduction, 0.1, -100, 20.0, None,
                  num_rows, chunk_bytes, "torch", torch.float32, [True, True, True])
-    torch.library.opcheck(OPS.linear_cross_entropy_fwd.default, arguments)
+    torch.library.opcheck(OPS.linear_cross_entropy.default, arguments)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -55,6 +55,7 @@ def test_compiles_into_one_graph(reduction, num_rows, chunk_bytes):
 
     options = dict(reduction=reduction, num_rows=num_rows, chunk_bytes=chunk_bytes)
     options["row_weight"] = torch.rand(T, generator=torch.manual_seed(1))
+    torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for head in (False, True):
         tensors = problem(head)
@@ -118,16 +119,14 @@ def test_functional_gradient(reduction):
 
 def test_vmap_and_second_derivatives_are_refused():
     x, weight, target, bias = problem()
-    with pytest.raises(RuntimeError, match="without vmap"):
+    with pytest.raises(RuntimeError, match="does not run under torch.vmap"):
         torch.vmap(linear_cross_entropy, in_dims=(0, None, 0))(x[None], weight, target[None])
 
-    def loss(x):
-        return linear_cross_entropy(x, weight, target)
+    def gradient(x):
+        return torch.func.grad(linear_cross_entropy)(x, weight, target).sum()
 
-    for second in (lambda: torch.func.hessian(loss)(x), lambda: torch.func.grad(
-            lambda x: torch.func.grad(loss)(x).sum())(x.detach())):
-        with pytest.raises(RuntimeError, match="second derivative|vmap|forward AD"):
-            second()
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.func.grad(gradient)(x.detach())
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -32,8 +32,8 @@ def loss_and_grad(
     softcap: float | None, excluded_id: int | None,
     scratch: Tensor,  # uint8, N * row_bytes
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N], [N, V], [N]
-    """(unweighted loss in at least fp32, g in the dtype of x, s): g * s[:, None] is row_weight times
-    the gradient of the logits. g lies in `scratch`."""
+    """(unweighted loss, 0 where row_weight is; g in the dtype of x; s): g * s[:, None] is row_weight
+    times the gradient of the logits. g lies in `scratch`."""
     size, vocabulary = len(x), len(weight)
     used = size * vocabulary * x.dtype.itemsize
     logits = scratch[:used].view(x.dtype).view(size, vocabulary)
@@ -61,7 +61,8 @@ def loss_and_grad(
         )
         if wide != x.dtype:
             logits[rows] = values
-    return loss, logits, scale
+    # A row without weight adds 0, even if its loss isn't finite.
+    return loss.masked_fill_(row_weight == 0, 0), logits, scale
 
 
 def _block_rows(size: int, vocabulary: int, wide: torch.dtype, in_place: bool) -> int:

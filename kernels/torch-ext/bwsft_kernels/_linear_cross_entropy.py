@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._dispatch import tracked
 from ._linear_cross_entropy_args import (
     LossOptions,
     check_head,
@@ -24,8 +25,7 @@ from ._linear_cross_entropy_args import (
     select_rows,
 )
 from ._linear_cross_entropy_sweep import Swept, finish, head_bytes, losses, sweep
-from ._operators import differentiated, no_second_derivative, no_vmap
-from ._ops import add_op_namespace_prefix, ops
+from ._operator import operator
 
 
 def linear_cross_entropy(
@@ -65,112 +65,100 @@ def linear_cross_entropy(
     wide = torch.promote_types(dtype, torch.float32)
     smoothing = per_row(label_smoothing, "label_smoothing", target, wide)
     tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
-    loss, *_ = ops.linear_cross_entropy_fwd(
+    loss, *_ = _linear_cross_entropy(
         *tensors, target.reshape(-1), per_row(row_weight, "row_weight", target, wide), smoothing,
-        0.0 if smoothing is not None else float(label_smoothing), reduction,
+        reduction, 0.0 if smoothing is not None else float(label_smoothing),
         -100 if ignore_index is None else ignore_index, softcap, excluded_id, num_rows,
-        chunk_bytes, impl, dtype, [differentiated(tensor) for tensor in tensors])
+        chunk_bytes, impl, dtype, [tracked(tensor) for tensor in tensors])
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-@torch.library.custom_op(add_op_namespace_prefix("linear_cross_entropy_fwd"), mutates_args=())
-def _forward(
+Outputs = tuple[Tensor | None, ...]
+
+
+def _fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
     target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [T]
-    smooth: float, reduction: str, ignore_index: int, softcap: float | None,
-    excluded_id: int | None, num_rows: int | None, chunk_bytes: int | None, impl: str,
-    dtype: torch.dtype,
-    needs: Sequence[bool],  # gradients of x, weight, bias
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, then the fields of `Swept`, empty where no gradient is made)."""
-    options = LossOptions(
-        reduction, smooth, ignore_index, softcap, excluded_id, num_rows, chunk_bytes, impl, dtype)
+    *settings: object,
+) -> Outputs:
+    """(loss, then the fields of `Swept`); settings are LossOptions and which of x, weight and bias
+    need a gradient."""
+    options, needs = LossOptions(*settings[:-1]), settings[-1]
     rows = select_rows(target, row_weight, smoothing, options, len(weight))
-    if reduction == "none" or not any(needs):
+    kept = [None] * len(Swept._fields)
+    if options.reduction == "none" or not any(needs):
         loss = losses(x, weight, bias, rows, options)
-        kept = [loss.new_empty(0) for _ in Swept._fields]
     else:
         loss, kept = sweep(x, weight, bias, rows, options, needs)
-    # A row without weight adds 0, even if its loss isn't finite.
-    loss = torch.where(rows.weight == 0, 0, loss * rows.weight)
-    if reduction != "none":
-        return loss.sum(), *kept
-    return rows.spread(loss, len(target)), *kept
+    loss = loss * rows.weight
+    return rows.spread(loss, len(target)) if options.reduction == "none" else loss.sum(), *kept
 
 
-@_forward.register_fake
-def _(
-    x, weight, bias, target, row_weight, smoothing, smooth, reduction, ignore_index, softcap,
-    excluded_id, num_rows, chunk_bytes, impl, dtype, needs,
-):
-    wide = torch.promote_types(dtype, torch.float32)
-    loss = x.new_empty(target.shape if reduction == "none" else (), dtype=wide)
-    if reduction == "none" or not any(needs):
-        return loss, *(loss.new_empty(0) for _ in Swept._fields)
-    if num_rows is None:  # the rows are counted on the device
+def _fwd_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None,
+    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None, *settings: object,
+) -> Outputs:
+    options, (need_x, need_weight, need_bias) = LossOptions(*settings[:-1]), settings[-1]
+    none = options.reduction == "none"
+    loss = x.new_empty(target.shape if none else (), dtype=options.wide)
+    if none or not (need_x or need_weight or need_bias):
+        return loss, *[None] * len(Swept._fields)
+    index = head = None
+    if options.num_rows is not None:
+        size = rows_to_multiply(target.shape[0], options.num_rows)
+        head = head_bytes(size, weight, options) if need_weight else None
+    else:  # the rows are counted on the device
         dynamic = torch.library.get_ctx().new_dynamic_size
-        size = dynamic()
-        index, head = size, dynamic() if needs[1] else 0
-    else:
-        size, index = rows_to_multiply(target.shape[0], num_rows), 0
-        head = head_bytes(size, weight, dtype, chunk_bytes, impl) if needs[1] else 0
+        size, head = dynamic(), dynamic() if need_weight else None
+        index = target.new_empty(size, dtype=torch.int64)
     return (
-        loss, loss.new_empty(index, dtype=torch.int64),
-        loss.new_empty(size, x.shape[1] if needs[0] else 0), loss.new_empty(size),
-        loss.new_empty(head, dtype=torch.uint8), loss.new_empty(len(weight) if needs[2] else 0),
+        loss, index, loss.new_empty(size, x.shape[1]) if need_x else None, loss.new_empty(size),
+        None if head is None else loss.new_empty(head, dtype=torch.uint8),
+        loss.new_empty(len(weight)) if need_bias else None,
     )
 
 
-def _setup(ctx, inputs: tuple, output: tuple) -> None:
-    x, weight, bias, target, row_weight, smoothing, *ctx.options = inputs
-    ctx.save_for_backward(x, weight, bias, target, row_weight, smoothing, *output[1:])
+def _setup_context(ctx, inputs: tuple, output: Outputs) -> None:
+    ctx.settings = inputs[6:]
+    ctx.save_for_backward(*inputs[:6], *output[1:])
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*[tensor for tensor in output[1:] if tensor is not None])
 
 
-def _backward(ctx, upstream: Tensor | None, *_: None):
+def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple:
     """Gradients of x, weight and bias; upstream is a scalar, or [T] for "none"."""
-    grads = [None] * 3
+    needs, grads = ctx.settings[-1], [None] * 3
     if upstream is not None:
-        x, weight, bias, *of_rows, index, grad_x, scale, head, grad_bias = ctx.saved_tensors
-        *options, needs = ctx.options
-        if options[1] == "none":
-            grads = ops.linear_cross_entropy_none_bwd(
-                upstream, x, weight, bias, *of_rows, *options, needs)
-        else:
-            grads = ops.linear_cross_entropy_bwd(
-                upstream, x, weight, bias, index, grad_x, scale, head, grad_bias,
-                *options[-3:], needs)
+        inputs, kept = ctx.saved_tensors[:6], Swept(*ctx.saved_tensors[6:])
+        options = LossOptions(*ctx.settings[:-1])
+        if options.reduction == "none":
+            grads = _none_bwd(upstream, *inputs, *ctx.settings)
+        else:  # an operator returns empty tensors for None
+            here = options.num_rows is None, needs[0], True, *needs[1:]
+            kept = [t if there else None for t, there in zip(kept, here, strict=True)]
+            grads = _bwd(upstream, *inputs[:3], *kept, *ctx.settings)
         grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    return *grads, *[None] * 13
+    return *grads, *[None] * (3 + len(ctx.settings))
 
 
-_forward.register_autograd(_backward, setup_context=_setup)
-
-
-@torch.library.custom_op(add_op_namespace_prefix("linear_cross_entropy_bwd"), mutates_args=())
 def _finish(
     upstream: Tensor,  # a scalar
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-    index: Tensor, grad_x: Tensor, scale: Tensor, head: Tensor, grad_bias: Tensor,  # as in Swept
-    chunk_bytes: int | None, impl: str, dtype: torch.dtype, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # [T, D], [V, D], [V], empty where not needed
-    options = LossOptions(chunk_bytes=chunk_bytes, impl=impl, dtype=dtype)
+    index: Tensor | None, grad_x: Tensor | None, scale: Tensor, head: Tensor | None,
+    grad_bias: Tensor | None,  # as in Swept
+    *settings: object,
+) -> Outputs:  # gradients of x, weight and bias
     swept = Swept(index, grad_x, scale, head, grad_bias)
-    return finish(upstream, x, weight, bias, swept, options, needs)
+    return finish(upstream, x, weight, bias, swept, LossOptions(*settings[:-1]), settings[-1])
 
 
-@torch.library.custom_op(add_op_namespace_prefix("linear_cross_entropy_none_bwd"), mutates_args=())
-def _none_backward(
+def _sweep_with_upstream(
     upstream: Tensor,  # [T]
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
     target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [T]
-    smooth: float, reduction: str, ignore_index: int, softcap: float | None,
-    excluded_id: int | None, num_rows: int | None, chunk_bytes: int | None, impl: str,
-    dtype: torch.dtype, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # [T, D], [V, D], [V], empty where not needed
-    options = LossOptions(
-        reduction, smooth, ignore_index, softcap, excluded_id, num_rows, chunk_bytes, impl, dtype)
+    *settings: object,
+) -> Outputs:  # gradients of x, weight and bias
+    options, needs = LossOptions(*settings[:-1]), settings[-1]
     upstream = upstream.to(options.wide)
     upstream = upstream if row_weight is None else row_weight * upstream
     rows = select_rows(target, upstream, smoothing, options, len(weight))
@@ -178,15 +166,31 @@ def _none_backward(
     return finish(upstream.new_ones(()), x, weight, bias, swept, options, needs)
 
 
-@_finish.register_fake
-@_none_backward.register_fake
-def _(upstream, x, weight, bias, *rest):
+def _bwd_fake(
+    upstream: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: object
+) -> Outputs:
     needed = zip((x, weight, bias), rest[-1], strict=True)
-    return tuple(t.new_empty(t.shape if need else 0) if t is not None else x.new_empty(0)
-                 for t, need in needed)
+    return tuple(t.new_empty(t.shape) if need else None for t, need in needed)
 
 
-for _op in (_forward, _finish, _none_backward):
-    no_vmap(_op, "linear_cross_entropy takes any leading shape: call it without vmap")
-for _op in (_finish, _none_backward):
-    no_second_derivative(_op, "linear_cross_entropy")
+HEAD = "Tensor x, Tensor weight, Tensor? bias"
+ROWS = "Tensor target, Tensor? row_weight, Tensor? smoothing"
+SETTINGS = (
+    "str reduction, float smooth, int ignore_index, float? softcap, int? excluded_id, "
+    "SymInt? num_rows, int? chunk_bytes, str impl, ScalarType dtype, bool[] needs")
+_none_bwd = operator(
+    "linear_cross_entropy_none_bwd",
+    f"(Tensor upstream, {HEAD}, {ROWS}, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _sweep_with_upstream, _bwd_fake,
+)
+_bwd = operator(
+    "linear_cross_entropy_bwd",
+    f"(Tensor upstream, {HEAD}, Tensor? index, Tensor? grad_x, Tensor scale, Tensor? head, "
+    f"Tensor? grad_bias, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _finish, _bwd_fake,
+)
+_linear_cross_entropy = operator(
+    "linear_cross_entropy",
+    f"({HEAD}, {ROWS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fwd, _fwd_fake, _setup_context, _backward,
+)

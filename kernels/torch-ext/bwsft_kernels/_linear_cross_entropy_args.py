@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import check_float, check_impl, require
+from ._dispatch import check_float, check_impl, require, triton_implementation
 from ._matmul import autocast_dtype
 
 
-CPU_BYTES, GPU_BYTES = 128 << 20, 512 << 20  # logits at a time where the caller doesn't say
+# Logits at a time where the caller doesn't say. On a CPU few enough that pages are touched once and
+# used again; a trained head wants fewer chunks, each of which is added to its gradient in fp32.
+GPU_BYTES, CPU_BYTES, CPU_LOGITS = 512 << 20, 128 << 20, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,13 @@ class LossOptions:
         """Of loss and accumulators: fp32, or fp64 for fp64 input."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def budget(self, tensor: Tensor) -> int:
-        """Most bytes of logits at a time, on the device of a tensor."""
+    def budget(self, device: torch.device, trained: bool) -> int:
+        """Most bytes of logits at a time; trained: the head gets a gradient."""
         if self.chunk_bytes is not None:
             return self.chunk_bytes
-        return CPU_BYTES if tensor.device.type == "cpu" else GPU_BYTES
+        if device.type != "cpu":
+            return GPU_BYTES
+        return CPU_BYTES if trained else CPU_LOGITS * self.dtype.itemsize
 
 
 class SelectedRows(NamedTuple):
@@ -156,6 +160,26 @@ def select_rows(
     options: LossOptions, vocabulary: int,
 ) -> SelectedRows:
     """The rows to multiply: those with a target and a weight, or a list's first num_rows."""
+    if (kernels := options.wide == torch.float32 and triton_implementation(
+            options.impl, target, "_select_rows_triton")):
+        index, target, row_weight, _ = kernels.select_rows(
+            target, row_weight, options.ignore_index, vocabulary, options.excluded_id,
+            options.reduction == "mean", options.num_rows)
+    else:
+        index, target, row_weight = _select_rows_torch(target, row_weight, options, vocabulary)
+    if smoothing is None:
+        return SelectedRows(index, target, row_weight, options.smooth)
+    fits = ((smoothing >= 0) & (smoothing <= 1)).all()
+    require(fits, lambda: "label_smoothing must lie in [0, 1]")
+    smoothing = smoothing[: len(target)] if index is None else smoothing[index]
+    return SelectedRows(index, target, row_weight, smoothing)
+
+
+def _select_rows_torch(
+    target: Tensor, row_weight: Tensor | None,  # [T]
+    options: LossOptions, vocabulary: int,
+) -> tuple[Tensor | None, Tensor, Tensor]:  # [N]
+    """(index, target, weight) of SelectedRows."""
     target, num_rows = target.long(), options.num_rows
     counts = target != options.ignore_index
     if row_weight is None:
@@ -179,12 +203,7 @@ def select_rows(
     if options.reduction == "mean":
         total = row_weight.sum()
         row_weight = row_weight / torch.where(total == 0, 1, total)
-    if smoothing is None:
-        return SelectedRows(index, target, row_weight, options.smooth)
-    fits = ((smoothing >= 0) & (smoothing <= 1)).all()
-    require(fits, lambda: "label_smoothing must lie in [0, 1]")
-    smoothing = smoothing[: len(target)] if index is None else smoothing[index]
-    return SelectedRows(index, target, row_weight, smoothing)
+    return index, target, row_weight
 
 
 def _complain(target: Tensor, valid: Tensor, index: Tensor | None, what: str) -> str:

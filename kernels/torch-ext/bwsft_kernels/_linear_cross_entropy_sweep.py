@@ -20,19 +20,16 @@ class Swept(NamedTuple):
     """The gradients, as far as the forward pass makes them. With row_weight w, loss l and logits z,
     scale * g is d sum(w * l) / dz of each row."""
 
-    index: Tensor  # [N] into the T rows; empty: the first N rows
-    grad_x: Tensor  # [N, D]
+    index: Tensor | None  # [N] into the T rows; None: the first N rows
+    grad_x: Tensor | None  # [N, D]
     scale: Tensor  # [N]
-    head: Tensor  # uint8: g of the one chunk, else the head's gradient summed over the chunks
-    grad_bias: Tensor  # [V]
+    head: Tensor | None  # uint8: g of the one chunk, else the head's gradient, summed over chunks
+    grad_bias: Tensor | None  # [V]
 
 
-def head_bytes(
-    size: int, weight: Tensor, dtype: torch.dtype, chunk_bytes: int | None, impl: str
-) -> int:
+def head_bytes(size: int, weight: Tensor, options: LossOptions) -> int:
     """Bytes of `Swept.head` for `size` rows."""
-    options = LossOptions(chunk_bytes=chunk_bytes, impl=impl, dtype=dtype)
-    per_row, chunks = _plan(size, weight, options)
+    per_row, chunks = _plan(size, weight, options, True)
     if len(chunks) <= 1:
         return size * per_row
     return weight.numel() * options.wide.itemsize
@@ -47,17 +44,18 @@ def losses(
     if kernels is None:
         return sweep(x, weight, bias, rows, options, (False, False, False))[0]
     x, weight, bias = _cast(options.dtype, rows.of(x), weight, bias)
-    return kernels.head_loss(
+    loss = kernels.head_loss(
         x, weight, bias, rows.target, rows.smoothing, options.softcap, options.excluded_id,
-        options.budget(x))
+        options.budget(x.device, False))
+    return loss.masked_fill_(rows.weight == 0, 0)
 
 
 def sweep(
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
     rows: SelectedRows, options: LossOptions,
     needs: Sequence[bool],  # gradients of x, weight, bias
-) -> tuple[Tensor, Swept]:  # unweighted loss [N]
-    """The loss, and the gradients of sum(weight * loss) in at least fp32.
+) -> tuple[Tensor, Swept]:  # [N]
+    """(unweighted loss, 0 where the weight is; the gradients of sum(weight * loss)).
 
     One chunk keeps g, and `finish` makes the head's gradient of it, written once in the head's
     dtype. Of several chunks it is summed here in fp32, because g of all doesn't fit the budget.
@@ -66,67 +64,72 @@ def sweep(
     road, split = _road(options.impl, x), triton_implementation(
         options.impl, x, "_linear_cross_entropy_bwd_triton")
     grad_input = split.grad_input if split else product
-    size, (vocabulary, hidden) = len(rows.target), weight.shape
-    loss = torch.empty(size, dtype=options.wide, device=x.device)
-    scale = torch.ones_like(loss)
-    grad_x = loss.new_empty(size, hidden if need_x else 0)
-    grad_bias = loss.new_zeros(vocabulary if need_bias else 0)
-    row_weight, factor = _fit_range(rows.weight, options.dtype)
+    size, vocabulary = len(rows.target), len(weight)
+    total = grad_bias = None
     with no_autocast(x.device):
         weight, bias = _cast(options.dtype, weight, bias)
-        per_row, chunks = _plan(size, weight, options)
-        total = loss.new_zeros(weight.shape) if need_weight and len(chunks) > 1 else None
+        per_row, chunks = _plan(size, weight, options, need_weight)
+        empty = torch.empty(0, dtype=options.wide, device=x.device)
+        if need_weight and len(chunks) > 1:
+            total = empty.new_zeros(weight.shape)
+        if need_bias:
+            grad_bias = empty.new_zeros(vocabulary)
         scratch = torch.empty(
             chunks[0][1] * per_row if chunks else 0, dtype=torch.uint8, device=x.device)
+        row_weight, factor = _fit_range(rows.weight, options.dtype)
+        parts = []  # (loss, grad_x, scale) of each chunk
         for start, stop in chunks:
             part = slice(start, stop)
             (chunk,) = _cast(options.dtype, rows.of(x, part))
-            loss[part], g, by_row = road.loss_and_grad(
+            loss, g, scale = road.loss_and_grad(
                 chunk, weight, bias, rows.target[part], row_weight[part], rows.smooth(part),
                 options.softcap, options.excluded_id, scratch)
-            scale[part] = by_row
-            if need_x:
-                grad_x[part] = grad_input(g, weight) * by_row[:, None]
+            grad_x = grad_input(g, weight) if need_x else empty
+            parts.append((loss, grad_x if scale is None else _scaled(grad_x, scale), scale))
             if need_bias:
-                grad_bias += product(by_row[None].to(g.dtype), g)[0]
+                grad_bias += _weighted_sum(g[:, :vocabulary], scale)
             if total is not None:
-                add_product_(total, g.t(), _scaled(chunk, by_row))
+                add_product_(total, g[:, :vocabulary].t(), _scaled(chunk, scale))
+    if not parts:
+        parts = [(empty, empty.new_zeros(0, x.shape[1]), None)]
+    loss, grad_x, scale = map(_joined, zip(*parts, strict=True))
+    if scale is None:
+        scale = torch.ones_like(loss)
     if factor is not None:
-        for grad in (grad_x, grad_bias, scale, *([] if total is None else [total])):
-            grad *= factor
+        for grad in (grad_x, grad_bias, total, scale):
+            if grad is not None:
+                grad *= factor
     if total is not None:
         scratch = total.view(torch.uint8).view(-1)
-    head = scratch if need_weight else scratch.new_empty(0)
-    index = rows.target.new_empty(0) if rows.index is None else rows.index
-    return loss, Swept(index, grad_x, scale, head, grad_bias)
+    head = scratch if need_weight else None
+    return loss, Swept(rows.index, grad_x if need_x else None, scale, head, grad_bias)
 
 
 def finish(
     upstream: Tensor,  # a scalar
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
     swept: Swept, options: LossOptions, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # [T, D], [V, D], [V], empty where not needed
-    """The gradients times `upstream`, in the dtypes of what they belong to.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # [T, D], [V, D], [V]
+    """The gradients times `upstream`, in the dtypes of what they belong to, or None.
 
     Out of place: a second backward must find what was saved as it was.
     """
-    need_x, need_weight, need_bias = needs
-    size, upstream = len(swept.scale), upstream.to(options.wide)
-    index = swept.index if len(swept.index) else None
-    full = x.new_zeros(x.shape) if need_x else x.new_empty(0)
-    if need_x and index is None:
-        full[:size] = swept.grad_x * upstream
-    elif need_x:
-        full.index_copy_(0, index, (swept.grad_x * upstream).to(x.dtype))
-    grad_bias = x.new_empty(0)
-    if need_bias:
-        grad_bias = (swept.grad_bias * upstream).to(bias.dtype)
-    grad_weight = weight.new_empty(0)
-    if need_weight:
+    index, size = swept.index, len(swept.scale)
+    upstream = upstream.to(options.wide)
+    grad_x = grad_weight = grad_bias = None
+    if needs[1]:
         with no_autocast(x.device):
             chunk = x[:size] if index is None else x.index_select(0, index)
             grad_weight = _grad_weight(upstream, chunk, weight, swept, options)
-    return full, grad_weight, grad_bias
+    if needs[0]:
+        grad_x = x.new_zeros(x.shape)
+        if index is None:
+            grad_x[:size] = swept.grad_x * upstream
+        else:
+            grad_x.index_copy_(0, index, (swept.grad_x * upstream).to(x.dtype))
+    if needs[2]:
+        grad_bias = (swept.grad_bias * upstream).to(bias.dtype)
+    return grad_x, grad_weight, grad_bias
 
 
 def _grad_weight(
@@ -134,7 +137,7 @@ def _grad_weight(
     x: Tensor, weight: Tensor,  # [N, D], [V, D]
     swept: Swept, options: LossOptions,
 ) -> Tensor:  # [V, D] in the dtype of weight
-    per_row, chunks = _plan(len(x), weight, options)
+    per_row, chunks = _plan(len(x), weight, options, True)
     if len(chunks) > 1:
         total = swept.head.view(options.wide).view(weight.shape)
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -151,8 +154,19 @@ def _grad_weight(
     return product(g.t(), x).to(weight.dtype)
 
 
-def _scaled(x: Tensor, scale: Tensor) -> Tensor:  # [N, D], [N]
-    return (x.to(scale.dtype) * scale[:, None]).to(x.dtype)
+def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """The results of the chunks, one after another."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
+
+
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:  # [N, D], [N]
+    return x if scale is None else (x.to(scale.dtype) * scale[:, None]).to(x.dtype)
+
+
+def _weighted_sum(g: Tensor, scale: Tensor | None) -> Tensor:  # [N, V], [N] -> [V]
+    if scale is None:
+        return g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32))
+    return product(scale[None].to(g.dtype), g)[0]
 
 
 def _road(impl: str, x: Tensor) -> ModuleType:
@@ -161,11 +175,13 @@ def _road(impl: str, x: Tensor) -> ModuleType:
             or _cross_entropy_torch)
 
 
-def _plan(size: int, weight: Tensor, options: LossOptions) -> tuple[int, list[tuple[int, int]]]:
-    """(scratch bytes of a row, chunks of rows)."""
-    road = _road(options.impl, weight)
-    per_row = road.row_bytes(len(weight), options.dtype, size, weight.device)
-    return per_row, plan_chunks(size, per_row, options.budget(weight))
+def _plan(
+    size: int, weight: Tensor, options: LossOptions, trained: bool
+) -> tuple[int, list[tuple[int, int]]]:
+    """(scratch bytes of a row, chunks of rows); trained: the head gets a gradient."""
+    road, device = _road(options.impl, weight), weight.device
+    per_row = road.row_bytes(len(weight), options.dtype, size, device)
+    return per_row, plan_chunks(size, per_row, options.budget(device, trained))
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:

@@ -54,7 +54,10 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:  # [V, D], [V, 
     """total += a @ b; total is fp32, or fp64 for fp64 factors."""
     if a.dtype == total.dtype:
         return torch.addmm(total, a, b, out=total)  # FlopCounterMode doesn't know addmm_
-    return total.add_(product(a, b))
+    # A product of all of a would be as large as total; a tile of it is still in cache when added.
+    for part, rows in zip(total.split(VOCABULARY_TILE), a.split(VOCABULARY_TILE), strict=True):
+        part += product(rows, b)
+    return total
 
 
 def wide_logits(
