@@ -208,7 +208,7 @@ def run_point(args: Namespace, rows: int, vocabulary: int) -> output.Point:
     tokens, kept = len(problem.target), int((problem.target != -100).sum())
     results, right = choose(args, problem)
     steps = {name: step_of(loss, problem, args.phase) for name, loss in right.items()}
-    timed = harness.time_interleaved(steps, results, args.device, args.rounds)
+    timed = harness.time_interleaved(steps, results, args.device, args.rounds, gaps=False)
     passes = 1 if args.phase == "forward" else 2 + (args.head == "trainable")
     for result, step in timed:
         result.tokens_per_s = tokens / result.median_s

@@ -62,6 +62,40 @@ def test_search_prints_an_entry_to_paste_and_runs_once_per_bucket(monkeypatch, c
     )
 
 
+def test_tiles_are_timed_without_the_gaps_between_launches(monkeypatch):
+    """A graph of ten runs, behind a replay that isn't timed; two runs compile and warm up."""
+    log, clock = [], types.SimpleNamespace(now=0.0)
+
+    class Graph:
+        def replay(self):
+            log.append("replay")
+            clock.now += 10 * 0.25
+
+    class Event:
+        def record(self):
+            log.append("event")
+            self.at = clock.now
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    @contextlib.contextmanager
+    def graph(which, capture_error_mode):
+        log.append("capture")
+        yield
+        log.append("captured")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    assert _tuning.milliseconds(lambda: log.append("run"), repeats=10) == 0.25
+    assert log[:14] == ["run", "run", "capture", *["run"] * 10, "captured"]
+    assert log[14:] == 5 * ["replay", "event", "replay", "event"]
+
+
 def test_launches_happen_on_the_device_of_the_tensor(monkeypatch):
     """Liger-Kernel#1303, triton#2441: a kernel on cuda:0 that gets pointers of cuda:1."""
     entered = []

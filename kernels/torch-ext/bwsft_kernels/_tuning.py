@@ -90,16 +90,25 @@ def tuned(kernel: str, tensor: Tensor, rows: int, launch: Callable[[Tile], objec
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
-    """Median time of `run` on the current CUDA stream, after two calls that compile and warm up."""
-    times = []
-    for _ in range(repeats + 2):
+    """Median time of `run` on the current GPU, after two calls that compile and warm up.
+
+    `repeats` runs are one CUDA graph: launched one by one, a kernel shorter than its launch would
+    be timed as the host's time between two launches.
+    """
+    run(), run()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            run()
+    for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # untimed: the timed one is queued behind it, so nothing waits for the host
         start.record()
-        run()
+        graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times[2:])[repeats // 2]
+        times.append(start.elapsed_time(end) / repeats)
+    return sorted(times)[len(times) // 2]
 
 
 def processors(device: torch.device) -> int:
