@@ -2,6 +2,7 @@
 
 import json
 import time
+import zipfile
 from pathlib import Path
 
 import gpu_suite
@@ -30,7 +31,7 @@ def part(suite, name, file, seconds=20):
 
 def test_a_part_over_its_limit_keeps_what_it_printed(suite, tmp_path):
     slow = part(suite, "slow", "slow.py")
-    found = suite.run_part(slow, suite.command(slow, "", None), 2)
+    found = suite.run_part(slow, suite.command(slow, "", None), 2, tmp_path)
     assert found["status"] == "over its limit of 2 s" and found["stdout"] == "one line\n"
     assert found["seconds"] < 10
 
@@ -56,6 +57,56 @@ def test_results_are_written_after_every_part(suite, tmp_path, monkeypatch, caps
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["failed"] == ["second"] and last["out"] == file.name
     assert str(tmp_path) not in json.dumps(last)
+
+
+def wheel(folder, name):
+    """A wheel of one module, called as its package."""
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", "ANSWER = 42\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+                                          "Requires-Dist: torch==0.1\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def test_peers_come_from_wheels_without_a_network_and_a_missing_one_stops_nothing(
+    suite, tmp_path, monkeypatch, capsys
+):
+    wheel(tmp_path / "wheels", "own_peer")
+    (tmp_path / "uses.py").write_text("import json, own_peer as p\n"
+                                      "print(json.dumps({'answer': p.ANSWER, 'at': p.__file__}))")
+    monkeypatch.setattr(suite, "PEERS", ("absent-peer==1.0", "own-peer==1.0"))
+    monkeypatch.setattr(suite, "PARTS", [
+        part(suite, "bad", "bad.py"), part(suite, "gone", "gone.py"),
+        part(suite, "uses", "uses.py"),
+    ])  # fmt: skip
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody answers there
+    argv = ["--dry", "--wheels", str(tmp_path / "wheels"), "--out", str(tmp_path / "out")]
+    assert suite.main(argv) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["failed"] == ["absent-peer==1.0", "bad", "gone"]
+    (file,) = (tmp_path / "out").glob("*_suite_dry.json")
+    absent, own, *_, uses = json.loads(file.read_text())["parts"]
+    assert "absent-peer" in absent["stderr"] and own["status"] == 0
+    assert uses["result"]["answer"] == 42 and not Path(uses["result"]["at"]).exists()
+
+
+def test_a_part_that_cannot_start_is_a_result(suite, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "PARTS", [part(suite, n, "ok.py") for n in ("first", "next")])
+    popen, calls = suite.subprocess.Popen, []
+
+    def refuses_once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError("Cannot allocate memory")
+        return popen(*args, **kwargs)
+
+    monkeypatch.setattr(suite.subprocess, "Popen", refuses_once)
+    assert suite.main(["--dry", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "first: OSError: Cannot allocate memory in 0 s\nnext: 0 in " in out
 
 
 def test_no_part_starts_when_time_is_up(suite, tmp_path, monkeypatch, capsys):
