@@ -132,7 +132,8 @@ def _losses(
     x, weight = x.index_select(0, rows.index).to(options.dtype), weight.to(options.dtype)
     bias = None if bias is None else bias.to(options.dtype)
     return kernels.head_loss(
-        x, weight, bias, rows.target, rows.smoothing, options.softcap, options.excluded_id)
+        x, weight, bias, rows.target, rows.smoothing, options.softcap, options.excluded_id,
+        options.chunk_bytes)
 
 
 def _sweep(
@@ -145,9 +146,8 @@ def _sweep(
     """Unweighted loss and the gradients of sum(row_weight * loss), in options.wide."""
     by_row, split = (
         triton_implementation(options.impl, x, name)
-        for name in ("_cross_entropy_triton", "_linear_cross_entropy_bwd_triton")
+        for name in ("_linear_cross_entropy_fwd_triton", "_linear_cross_entropy_bwd_triton")
     )
-    row_kernel = by_row.cross_entropy_rows_ if by_row else cross_entropy_rows_
     grad_input = split.grad_input if split else product
     need_x, need_weight, need_bias = needs
     size, vocabulary = len(rows.target), len(weight)
@@ -159,29 +159,38 @@ def _sweep(
     with no_autocast(x.device):
         weight = weight.to(options.dtype)
         bias = None if bias is None else bias.to(options.dtype)
-        chunks = plan_chunks(size, vocabulary * options.dtype.itemsize, options.chunk_bytes)
-        buffer = weight.new_empty(chunks[0][1] if chunks else 0, vocabulary)
+        row_bytes = vocabulary * options.dtype.itemsize
+        if by_row:
+            row_bytes = by_row.row_bytes(
+                vocabulary, options.dtype, size, x.device, options.softcap, rows.smoothing)
+        chunks = plan_chunks(size, row_bytes, options.chunk_bytes)
+        scratch = torch.empty(
+            (chunks[0][1] if chunks else 0) * row_bytes, dtype=torch.uint8, device=x.device)
         for start, stop in chunks:
             chunk = x.index_select(0, rows.index[start:stop]).to(options.dtype)
-            logits = buffer[: stop - start]
-            if bias is None:
-                torch.mm(chunk, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, chunk, weight.t(), out=logits)
             smoothing = rows.smoothing
             if isinstance(smoothing, Tensor):
                 smoothing = smoothing[start:stop]
-            loss[start:stop] = row_kernel(
-                logits, rows.target[start:stop], row_weight[start:stop],
-                smoothing, options.softcap, options.excluded_id, any(needs),
-            )
+            per_row = (rows.target[start:stop], row_weight[start:stop], smoothing, options.softcap,
+                       options.excluded_id)
+            if by_row:
+                loss[start:stop], logits = by_row.loss_and_grad(
+                    chunk, weight, bias, *per_row, scratch)
+            else:
+                logits = scratch[: (stop - start) * row_bytes].view(options.dtype)
+                logits = logits.view(stop - start, vocabulary)
+                if bias is None:
+                    torch.mm(chunk, weight.t(), out=logits)
+                else:
+                    torch.addmm(bias, chunk, weight.t(), out=logits)
+                loss[start:stop] = cross_entropy_rows_(logits, *per_row, any(needs))
             # logits now hold d sum(row_weight * loss) / d logits.
             if need_x:
                 grad_x[start:stop] = grad_input(logits, weight)
             if need_weight:
-                add_product_(grad_weight, logits.t(), chunk)
+                add_product_(grad_weight, logits[:, :vocabulary].t(), chunk)
             if need_bias:
-                grad_bias += logits.sum(0, dtype=options.wide)
+                grad_bias += logits[:, :vocabulary].sum(0, dtype=options.wide)
     if scale is not None:
         for grad in (grad_x, grad_weight, grad_bias):
             if grad is not None:
