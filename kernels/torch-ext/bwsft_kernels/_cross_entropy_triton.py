@@ -24,6 +24,47 @@ TOP, REST, PLAIN, SLOTS = map(tl.constexpr, range(4))
 
 
 @triton.jit
+def piece_sums(
+    logits,  # fp32 [rows, BLOCK_V], a piece of columns without bias and soft-cap
+    bias_ptr, target_ptr, part_ptr,  # [W], [N], [N, SLOTS * P + 1]
+    rows, cols, piece, N, V, W, P, stride_part,
+    EXCLUDED: tl.constexpr, CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """Store a piece's sums; exp(logit - largest), times the soft-cap's slope if a gradient is
+    wanted, and 0 in columns that don't count. A piece past the end, P or later, stores nothing."""
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + cols, mask=cols < W, other=0.0).to(tl.float32)[None, :]
+    row_in = rows < tl.where(piece < P, N, 0)
+    part = part_ptr + rows.to(tl.int64) * stride_part
+    target = tl.load(target_ptr + rows, mask=row_in, other=-1).to(tl.int32)
+    # One piece owns the target's column; cols past V never match, targets are in [0, V).
+    is_target = cols[None, :] == target[:, None]
+    picked = tl.sum(tl.where(is_target, logits, 0.0), axis=1)
+    owner = (target >= piece * BLOCK_V) & (target < piece * BLOCK_V + BLOCK_V)
+    tl.store(part + SLOTS * P, picked, mask=row_in & owner)
+
+    logits = soft_cap(logits, CAP)
+    # From here without the target: 1 - p of a sure row becomes a sum and not a cancellation, and
+    # the others' exponentials keep their digits next to it.
+    others = (cols < V)[None, :] & (cols != EXCLUDED)[None, :] & (cols[None, :] != target[:, None])
+    if HAS_SMOOTHING:
+        plain_sum = tl.sum(tl.where(others, logits, 0.0), axis=1)
+        tl.store(part + PLAIN * P + piece, plain_sum, mask=row_in)
+    logits = tl.where(others, logits, float("-inf"))
+    # Finite, so that a piece without any such column sums to exp(-inf) = 0 and not to NaN.
+    top = tl.maximum(tl.max(logits, axis=1), -3.0e38)
+    e = tl.exp(logits - top[:, None])
+    tl.store(part + TOP * P + piece, top, mask=row_in)
+    tl.store(part + REST * P + piece, tl.sum(e, axis=1), mask=row_in)
+    if WANT_GRAD and CAP > 0.0:
+        capped = logits * (1.0 / CAP)
+        slope = (1.0 - capped) * (1.0 + capped)
+        e *= tl.where(others, slope, 0.0)  # -inf has none
+    return e
+
+
+@triton.jit
 def _numbers(rest, picked, top, plain_sum, smoothing, classes, HAS_SMOOTHING: tl.constexpr):
     """(loss, norm, what smoothing takes from every column, the target's gradient) of a row."""
     norm = rest + tl.exp(picked - top)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device_triton import close, on_device
+from ._matmul_hopper_triton import fits_tma, grad_input_parts
 from ._tuning import CUBLAS, TRITON, Tile, choose_splits, tuned, tuned_road
 from ._wide_product import wide_product
 
@@ -84,12 +85,15 @@ def split_product(g: Tensor, weight: Tensor) -> Tensor:  # as of grad_input
         steps_per_split = triton.cdiv(steps, choose_splits(tile, tiles, steps, g.device))
         splits = triton.cdiv(steps, steps_per_split)
         parts = torch.empty(splits, size, hidden, dtype=torch.float32, device=g.device)
-        _grad_input_bwd_kernel[(tiles, splits)](
-            g, weight, parts, size, vocabulary, width, hidden, g.stride(0), weight.stride(0),
-            steps_per_split * tile.depth, EVEN_W=width % tile.depth == 0,
-            BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.depth,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-        )
+        if tile.tma:
+            grad_input_parts(g, weight, parts, steps_per_split, tile)
+        else:
+            _grad_input_bwd_kernel[(tiles, splits)](
+                g, weight, parts, size, vocabulary, width, hidden, g.stride(0), weight.stride(0),
+                steps_per_split * tile.depth, EVEN_W=width % tile.depth == 0,
+                BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.depth,
+                num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            )
         if splits == 1:
             return parts[0]
         out = torch.empty_like(parts[0])
@@ -100,4 +104,4 @@ def split_product(g: Tensor, weight: Tensor) -> Tensor:  # as of grad_input
         return out
 
     with on_device(g):
-        return launch(tuned("grad_input", g, size, launch))
+        return launch(tuned("grad_input", g, size, launch, fits_tma(g, weight)))

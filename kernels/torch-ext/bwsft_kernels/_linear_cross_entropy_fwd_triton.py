@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._cross_entropy_triton import PLAIN, REST, SLOTS, TOP, cross_entropy_rows, merge_rows
-from ._device_triton import close, logits_tile, on_device, soft_cap
+from ._cross_entropy_triton import SLOTS, cross_entropy_rows, merge_rows, piece_sums
+from ._device_triton import close, logits_tile, on_device
 from ._matmul import plan_chunks
+from ._matmul_hopper_triton import fits_tma, logits_parts
 from ._tuning import CUBLAS, TRITON, Tile, fewest_cols, possible_roads, tuned, tuned_road
 from ._wide_product import wide_product
 
@@ -41,38 +42,13 @@ def _logits_fwd_kernel(
     tile, rows, cols, logits = logits_tile(
         x_ptr, w_ptr, bias_ptr, N, V, D, stride_x, stride_w,
         0.0, False, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
-    if HAS_BIAS:
-        logits += tl.load(bias_ptr + cols, mask=cols < W, other=0.0).to(tl.float32)[None, :]
-    row_in = rows < N
-    part = part_ptr + rows.to(tl.int64) * stride_part
-    target = tl.load(target_ptr + rows, mask=row_in, other=-1).to(tl.int32)
-    # One tile owns the target's column; cols past V never match, targets are in [0, V).
-    is_target = cols[None, :] == target[:, None]
-    picked = tl.sum(tl.where(is_target, logits, 0.0), axis=1)
-    owner = (target >= tile * BLOCK_V) & (target < tile * BLOCK_V + BLOCK_V)
-    tl.store(part + SLOTS * P, picked, mask=row_in & owner)
-
-    logits = soft_cap(logits, CAP)
-    # From here without the target: 1 - p of a sure row becomes a sum and not a cancellation, and
-    # the others' exponentials keep their digits next to it.
-    others = (cols < V)[None, :] & (cols != EXCLUDED)[None, :] & (cols[None, :] != target[:, None])
-    if HAS_SMOOTHING:
-        plain_sum = tl.sum(tl.where(others, logits, 0.0), axis=1)
-        tl.store(part + PLAIN * P + tile, plain_sum, mask=row_in)
-    logits = tl.where(others, logits, float("-inf"))
-    # Finite, so that a tile without any such column sums to exp(-inf) = 0 and not to NaN.
-    top = tl.maximum(tl.max(logits, axis=1), -3.0e38)
-    e = tl.exp(logits - top[:, None])
-    tl.store(part + TOP * P + tile, top, mask=row_in)
-    tl.store(part + REST * P + tile, tl.sum(e, axis=1), mask=row_in)
+    e = piece_sums(
+        logits, bias_ptr, target_ptr, part_ptr, rows, cols, tile, N, V, W, P, stride_part,
+        EXCLUDED, CAP, HAS_BIAS, HAS_SMOOTHING, WANT_GRAD, BLOCK_V)
     if WANT_GRAD:
-        if CAP > 0.0:
-            capped = logits * (1.0 / CAP)
-            slope = (1.0 - capped) * (1.0 + capped)
-            e *= tl.where(others, slope, 0.0)  # -inf has none
         e_rows = e_ptr + rows.to(tl.int64)[:, None] * stride_e
         kept = (e * E_SCALE).to(e_ptr.dtype.element_ty)
-        tl.store(e_rows + cols[None, :], kept, mask=row_in[:, None] & (cols < W)[None, :])
+        tl.store(e_rows + cols[None, :], kept, mask=(rows < N)[:, None] & (cols < W)[None, :])
 
 
 def row_bytes(
@@ -159,33 +135,38 @@ def by_triton(
     (size, hidden), vocabulary, width = x.shape, len(weight), _width(len(weight))
     want_grad = row_weight is not None
     kernel = "loss" if not want_grad else "logits" if softcap is None else "capped"
+    options = dict(
+        EXCLUDED=-1 if excluded_id is None else excluded_id,
+        CAP=0.0 if softcap is None else softcap, E_SCALE=E_SCALES[x.dtype],
+        HAS_BIAS=bias is not None, HAS_SMOOTHING=smoothing is not None, WANT_GRAD=want_grad,
+    )  # fmt: skip
 
     def launch(tile: Tile) -> tuple[Tensor, Tensor | None]:
-        tiles = triton.cdiv(vocabulary, tile.cols)
         e_bytes = width * x.element_size() if want_grad else 0
-        need = e_bytes + _part_bytes(vocabulary, tile.cols)
+        need = e_bytes + _part_bytes(vocabulary, tile.part_cols)
         buffer = scratch[: size * need].view(size, need)
         parts = buffer[:, e_bytes:].view(torch.float32)
         e = buffer.view(x.dtype)[:, :width] if want_grad else None
-        _logits_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
-            x, weight, x if bias is None else bias, target, parts if e is None else e, parts,
-            size, vocabulary, width, hidden, tiles, x.stride(0), weight.stride(0),
-            0 if e is None else e.stride(0), parts.stride(0),
-            EXCLUDED=-1 if excluded_id is None else excluded_id,
-            CAP=0.0 if softcap is None else softcap, E_SCALE=E_SCALES[x.dtype],
-            HAS_BIAS=bias is not None, HAS_SMOOTHING=smoothing is not None, WANT_GRAD=want_grad,
-            EVEN_D=hidden % tile.depth == 0,
-            BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-        )
+        if tile.tma:
+            logits_parts(x, weight, bias, target, e, parts, tile, options)
+        else:
+            tiles = triton.cdiv(vocabulary, tile.cols)
+            _logits_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
+                x, weight, x if bias is None else bias, target, parts if e is None else e, parts,
+                size, vocabulary, width, hidden, tiles, x.stride(0), weight.stride(0),
+                0 if e is None else e.stride(0), parts.stride(0), **options,
+                EVEN_D=hidden % tile.depth == 0,
+                BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
+                num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            )
         loss = merge_rows(
-            e, parts, vocabulary, tile.cols, E_SCALES[x.dtype],
+            e, parts, vocabulary, tile.part_cols, E_SCALES[x.dtype],
             target, row_weight, smoothing, softcap, excluded_id,
         )
         return loss, e
 
     with on_device(x):
-        return launch(tuned(kernel, x, size, launch))
+        return launch(tuned(kernel, x, size, launch, fits_tma(x, weight)))
 
 
 _RUNS = {CUBLAS: by_cublas, TRITON: by_triton}
@@ -202,10 +183,10 @@ def _width(vocabulary: int) -> int:
     return triton.cdiv(vocabulary, 64) * 64
 
 
-def _part_bytes(vocabulary: int, tile_cols: int) -> int:
+def _part_bytes(vocabulary: int, part_cols: int) -> int:
     """Of the fp32 [SLOTS * P + 1] of a row, rounded up: Triton must know that 16 numbers divide the
     strides of rows, or it loads one number at a time."""
-    return triton.cdiv(SLOTS.value * triton.cdiv(vocabulary, tile_cols) + 1, 32) * 128
+    return triton.cdiv(SLOTS.value * triton.cdiv(vocabulary, part_cols) + 1, 32) * 128
 
 
 def _row_bytes(

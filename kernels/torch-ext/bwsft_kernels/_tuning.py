@@ -25,6 +25,12 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    tma: bool = False  # of _matmul_hopper_triton.py
+
+    @property
+    def part_cols(self) -> int:
+        """Columns of logits that share one partial sum: those kernels sum quarters of a tile."""
+        return self.cols // 4 if self.tma else self.cols
 
 
 CUBLAS, TRITON = "cublas", "triton"
@@ -81,6 +87,14 @@ TABLE["stats", SAFE, 2] = TABLE["loss", SAFE, 2]
 for _arch in (80, 90, SAFE):
     TABLE["logits", _arch, 2] = TABLE["loss", _arch, 2]
     TABLE["capped", _arch, 2] = TABLE["stats", _arch, 2]
+# After ANY_ROWS, so that only the search takes them: no card has run them yet.
+for _kernel in ("logits", "capped", "loss"):
+    TABLE[_kernel, 90, 2] += (
+        (ANY_ROWS, Tile(64, 256, 64, 8, 4, True)), (ANY_ROWS, Tile(128, 256, 64, 8, 4, True)),
+    )
+TABLE["grad_input", 90, 2] += (
+    (ANY_ROWS, Tile(64, 128, 64, 4, 4, True)), (ANY_ROWS, Tile(128, 256, 64, 8, 4, True)),
+)
 for _arch in (80, 90, SAFE):
     # fp32 multiplies exactly, without tensor cores: for debugging, not for speed.
     for _kernel in ("logits", "capped", "loss", "stats", "noise", "grad_input"):
@@ -98,12 +112,16 @@ def architecture(device: torch.device) -> int | str:
     return major * 10 + minor if (major, minor) in ((8, 0), (9, 0)) else SAFE
 
 
-def tuned(kernel: str, tensor: Tensor, rows: int, launch: Callable[[Tile], object]) -> Tile:
-    """The tile for `rows` rows of `tensor`'s dtype; launch(tile) runs it once, for the search."""
+def tuned(
+    kernel: str, tensor: Tensor, rows: int, launch: Callable[[Tile], object], tma: bool = False
+) -> Tile:
+    """The tile for `rows` rows of `tensor`'s dtype; launch(tile) runs it once, for the search.
+    tma: whether TMA can read the operands; otherwise its tiles are passed over."""
     key = (kernel, architecture(tensor.device), tensor.element_size())
+    entries = [entry for entry in TABLE[key] if tma or not entry[1].tma]
     if not flag("BWSFT_AUTOTUNE"):
-        return _entry(TABLE[key], rows)
-    runs = {tile: partial(launch, tile) for _, tile in TABLE[key]}
+        return _entry(entries, rows)
+    runs = {tile: partial(launch, tile) for _, tile in entries}
     return _fastest("TABLE", key, rows, runs)
 
 
@@ -133,7 +151,7 @@ def possible_roads(
 def fewest_cols(kernels: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> int:
     """Columns of the narrowest tile of some kernels: it makes the most partial results."""
     keys = [(kernel, architecture(device), dtype.itemsize) for kernel in kernels]
-    return min(tile.cols for key in keys for _, tile in TABLE[key])
+    return min(tile.part_cols for key in keys for _, tile in TABLE[key])
 
 
 def _entry(entries: tuple, rows: int) -> object:
