@@ -48,7 +48,7 @@ def _programs(items: int, tile: Tile, device: torch.device) -> int:
     return min(items, processors(device) * max(1, 8 // tile.warps))
 
 
-@triton.jit(do_not_specialize=["N", "steps_per_split", "items"])
+@triton.jit(do_not_specialize=["N", "V", "steps_per_split", "items"])
 def _grad_input_hopper_kernel(
     g_desc, w_desc, out_ptr,  # [N, V], [V, D], [K, N, D]
     N, V, D, steps_per_split, items,
@@ -99,7 +99,7 @@ def _left_right(x):
     return tl.split(tl.permute(halves, (0, 2, 1)))
 
 
-@triton.jit(do_not_specialize=["N", "items"])
+@triton.jit(do_not_specialize=["N", "V", "P", "items"])
 def _logits_hopper_kernel(
     x_desc, w_desc, e_desc,  # [N, D], [V, D], [N, W]
     bias_ptr, target_ptr, part_ptr,  # [W], [N], [N, SLOTS * P + 1]

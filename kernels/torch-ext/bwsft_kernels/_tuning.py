@@ -87,18 +87,23 @@ TABLE["stats", SAFE, 2] = TABLE["loss", SAFE, 2]
 for _arch in (80, 90, SAFE):
     TABLE["logits", _arch, 2] = TABLE["loss", _arch, 2]
     TABLE["capped", _arch, 2] = TABLE["stats", _arch, 2]
-# After ANY_ROWS, so that only the search takes them: no card has run them yet.
-for _kernel in ("logits", "capped", "loss"):
-    TABLE[_kernel, 90, 2] += (
-        (ANY_ROWS, Tile(64, 256, 64, 8, 4, True)), (ANY_ROWS, Tile(128, 256, 64, 8, 4, True)),
-    )
-TABLE["grad_input", 90, 2] += (
-    (ANY_ROWS, Tile(64, 128, 64, 4, 4, True)), (ANY_ROWS, Tile(128, 256, 64, 8, 4, True)),
-)
 for _arch in (80, 90, SAFE):
     # fp32 multiplies exactly, without tensor cores: for debugging, not for speed.
     for _kernel in ("logits", "capped", "loss", "stats", "noise", "grad_input"):
         TABLE[_kernel, _arch, 4] = ((ANY_ROWS, Tile(32, 64, 32, 4, 3)),)
+
+# What the search tries besides, written as in TABLE: no card has run it yet.
+CANDIDATES = {
+    ("grad_input", 90, 2): (
+        (64, Tile(64, 128, 64, 4, 4, True)), (ANY_ROWS, Tile(128, 256, 64, 8, 4, True)),
+    ),
+    **{
+        (kernel, 90, 2): (
+            (64, Tile(64, 128, 64, 4, 4, True)), (ANY_ROWS, Tile(128, 256, 64, 8, 4, True)),
+        )
+        for kernel in ("logits", "capped", "loss")
+    },
+}
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, ANY_ROWS)
 _found = {}
@@ -118,7 +123,7 @@ def tuned(
     """The tile for `rows` rows of `tensor`'s dtype; launch(tile) runs it once, for the search.
     tma: whether TMA can read the operands; otherwise its tiles are passed over."""
     key = (kernel, architecture(tensor.device), tensor.element_size())
-    entries = [entry for entry in TABLE[key] if tma or not entry[1].tma]
+    entries = _entries(key, tma)
     if not flag("BWSFT_AUTOTUNE"):
         return _entry(entries, rows)
     runs = {tile: partial(launch, tile) for _, tile in entries}
@@ -151,7 +156,12 @@ def possible_roads(
 def fewest_cols(kernels: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> int:
     """Columns of the narrowest tile of some kernels: it makes the most partial results."""
     keys = [(kernel, architecture(device), dtype.itemsize) for kernel in kernels]
-    return min(tile.part_cols for key in keys for _, tile in TABLE[key])
+    return min(tile.part_cols for key in keys for _, tile in _entries(key, True))
+
+
+def _entries(key: tuple, tma: bool) -> list[tuple[int, Tile]]:
+    tiles = TABLE[key] + (CANDIDATES.get(key, ()) if flag("BWSFT_AUTOTUNE") else ())
+    return [entry for entry in tiles if tma or not entry[1].tma]
 
 
 def _entry(entries: tuple, rows: int) -> object:
