@@ -29,7 +29,7 @@ from ._wide_product import wide_product
 E_SCALES = {torch.float16: 2.0**15, torch.bfloat16: 1.0, torch.float32: 1.0}
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "V", "P"])  # the same code at any vocabulary
 def _logits_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, target_ptr,  # [N, D], [V, D], [W], [N]
     e_ptr, part_ptr,  # [N, W], [N, SLOTS * P + 1]
@@ -158,7 +158,7 @@ def by_triton(
     """`loss_and_grad` by exponentials of tiles; without row_weight the loss alone."""
     (size, hidden), vocabulary, width = x.shape, len(weight), _width(len(weight))
     want_grad = row_weight is not None
-    kernel = "loss" if not want_grad else "logits" if softcap is None else "capped"
+    kernel = "capped" if softcap is not None else "logits" if want_grad else "loss"
 
     def launch(tile: Tile) -> tuple[Tensor, Tensor | None]:
         tiles = triton.cdiv(vocabulary, tile.cols)
@@ -213,7 +213,7 @@ def _row_bytes(
 ) -> int:
     if road == CUBLAS:
         return _width(vocabulary) * 4
-    cols = fewest_cols(("logits", "capped") if want_grad else ("loss",), dtype, device)
+    cols = fewest_cols(("logits" if want_grad else "loss", "capped"), dtype, device)
     return (_width(vocabulary) * dtype.itemsize if want_grad else 0) + _part_bytes(vocabulary, cols)
 
 
