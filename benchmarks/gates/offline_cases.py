@@ -1,6 +1,8 @@
-"""What offline_table.py compiles: each launcher on empty CPU tensors of LLaDA-8B's shape."""
+"""What offline_table.py compiles: each launcher on empty tensors of LLaDA-8B's shape, those of the
+head at several vocabularies. Meta tensors where nothing looks at values: a head is 1 GB."""
 
 from functools import partial
+from unittest import mock
 
 import torch
 from bwsft_kernels import (
@@ -20,6 +22,9 @@ from bwsft_kernels._linear_argmax import ArgmaxOptions
 V, D, HEAD, MLP = 126_464, 4096, 128, 12_288  # LLaDA-8B
 SEQUENCES, LENGTH = 32, 256
 ROWS = SEQUENCES * LENGTH
+# LLaDA, BERT, GPT-2 with and without a mask token, Llama 3 with one, Qwen, Gemma.
+VOCABULARIES = (V, 30_522, 49_153, 50_257, 128_257, 151_936, 262_144)
+_empty = partial(torch.empty, device="meta")
 
 
 def _mask(full: bool):
@@ -33,34 +38,47 @@ def _mask(full: bool):
     _block_mask_triton.block_mask_triton(inputs, spec)
 
 
-def _rows(dtype, full: bool):
-    options = (0.1, 30.0, V - 1) if full else (0.0, None, None)
-    logits, target = torch.empty(512, V, dtype=dtype), torch.zeros(512, dtype=torch.int64)
-    _cross_entropy_triton.cross_entropy_rows_(logits, target, torch.empty(512), *options, True)
+def _numbers(rows: int):
+    """Target, weight and smoothing of some rows."""
+    return _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows)
 
 
-def _grad_input(dtype, rows: int, full: bool):
+def _rows(dtype, vocabulary: int, full: bool, grad: bool):
+    width, (target, weight, smoothing) = -(-vocabulary // 64) * 64, _numbers(512)
+    logits, bias = _empty(512, width), _empty(width, dtype=dtype)
+    _cross_entropy_triton.cross_entropy_rows(
+        logits, bias if full else None, logits.view(dtype)[:, :width] if grad else None, vocabulary,
+        target, weight if grad else None, *((smoothing, 30.0, 7) if full else (None, None, None)),
+    )  # fmt: skip
+
+
+def _grad_input(dtype, rows: int, vocabulary: int, full: bool):
     assert full
-    head = torch.empty(V, D, dtype=dtype)
-    _linear_cross_entropy_bwd_triton.grad_input(torch.empty(rows, V, dtype=dtype), head)
+    g = _empty(rows, -(-vocabulary // 64) * 64, dtype=dtype)
+    _linear_cross_entropy_bwd_triton.split_product(g, _empty(vocabulary, D, dtype=dtype))
 
 
-def _loss(dtype, rows: int, full: bool):
-    x, head = torch.empty(rows, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
-    options = (0.1, 30.0, V - 1) if full else (0.0, None, None)
-    bias = torch.empty(V, dtype=dtype) if full else None
-    target = torch.zeros(rows, dtype=torch.int64)
-    _linear_cross_entropy_fwd_triton.head_loss(x, head, bias, target, *options)
+def _product(dtype, rows: int, vocabulary: int, full: bool, grad: bool, softcap: bool):
+    """The Triton road of loss and gradient, or of the loss alone."""
+    x, head = _empty(rows, D, dtype=dtype), _empty(vocabulary, D, dtype=dtype)
+    bias = _empty(-(-vocabulary // 64) * 64, dtype=dtype) if full else None
+    target, weight, smoothing = _numbers(rows)
+    both = full and not (grad and softcap)  # which takes the other road
+    _linear_cross_entropy_fwd_triton.by_triton(
+        x, head, bias, target, weight if grad else None, smoothing if both else None,
+        30.0 if softcap else None, 7 if full else None,
+        _empty(rows * vocabulary * 8, dtype=torch.uint8),
+    )  # fmt: skip
 
 
-def _stats(dtype, rows: int, full: bool, noise: bool):
-    x, head = torch.empty(rows, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
+def _stats(dtype, rows: int, vocabulary: int, full: bool, noise: bool):
+    x, head = _empty(rows, D, dtype=dtype), _empty(vocabulary, D, dtype=dtype)
     options = ArgmaxOptions(
-        banned=(126_081,) if full else (), hidden_id=V - 128, entropy=full, margin=full,
+        banned=(11,) if full else (), hidden_id=7, entropy=full, margin=full,
         softcap=30.0 if full else 0.0, round_bf16=full,
     )  # fmt: skip
-    key = torch.zeros(5, rows, dtype=torch.int64) if noise else None
-    bias = torch.empty(V, dtype=dtype) if full else None
+    key = _empty(5, rows, dtype=torch.int64) if noise else None
+    bias = _empty(vocabulary, dtype=dtype) if full else None
     _linear_argmax_triton.head_argmax(x, head, bias, options, key, float(noise))
 
 
@@ -94,28 +112,46 @@ def _small(dtype, full: bool):
     """The operations between the matmuls, which have one tile each."""
     for hidden in (D, _rms_norm_triton.MOST_D):
         shape = f"{hidden} columns"
-        yield "rms_norm_fwd", shape, partial(_rms_norm_fwd, dtype, full, hidden)
-        yield "rms_norm_bwd", shape, partial(_rms_norm_bwd, dtype, full, hidden)
-    yield "rotary", f"{_rotary_triton.PAIRS} pairs", partial(_rotary, dtype, full)
-    yield "swiglu", f"{_swiglu_triton.BLOCK_M} columns", partial(_swiglu, dtype, full)
+        yield shape, partial(_rms_norm_fwd, dtype, full, hidden)
+        yield shape, partial(_rms_norm_bwd, dtype, full, hidden)
+    yield f"{_rotary_triton.PAIRS} pairs", partial(_rotary, dtype, full)
+    yield f"{_swiglu_triton.BLOCK_M} columns", partial(_swiglu, dtype, full)
 
 
-def cases(table, dtype=torch.bfloat16):
-    """(name, variant, tile, launch) of everything shipped for a chip; `table`: its key in TABLE."""
-    for full in (False, True):
-        variant = "all options" if full else "plain"
+def _products(full: bool):
+    """(name in TABLE, what it does besides, launch) of what multiplies by the head."""
+    for grad in (True, False):
+        more = "" if grad else "loss alone, "
+        plain = partial(_product, grad=grad, softcap=False, full=full)
+        yield "logits" if grad else "loss", more, plain
+        yield "capped", f"{more}softcap, ", partial(_product, grad=grad, softcap=True, full=full)
+    yield "stats", "", partial(_stats, noise=False, full=full)
+    yield "noise", "noise, ", partial(_stats, noise=True, full=full)
+    if full:
+        yield "grad_input", "", partial(_grad_input, full=full)
+
+
+def _with_tile(key: tuple, tile: _tuning.Tile, launch, *arguments):
+    with mock.patch.dict(_tuning.TABLE, {key: ((_tuning.ANY_ROWS, tile),)}):
+        launch(*arguments)
+
+
+def cases(table, dtype=torch.bfloat16, variants=("plain", "all options")):
+    """(variant, tile, launch) of everything shipped for a chip; `table`: its key in TABLE."""
+    for variant in variants:
+        full = variant == "all options"
         if dtype == torch.bfloat16:
-            yield "block_mask", variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
-        block = f"{_cross_entropy_triton.BLOCK_V} columns"
-        yield "cross_entropy_rows", variant, block, partial(_rows, dtype, full)
-        for name, shape, launch in _small(dtype, full):
-            yield name, variant, shape, launch
-        stats, noise = (partial(_stats, noise=wanted) for wanted in (False, True))
-        launches = {"loss": _loss, "stats": stats, "noise": noise}
-        if full:
-            launches["grad_input"] = _grad_input
-        for name, launch in launches.items():
-            for most, tile in _tuning.TABLE[name, table, dtype.itemsize]:
-                shape = f"{tile.rows}x{tile.cols}x{tile.depth}"
-                rows = min(most, 512) - 3  # not a multiple of 16, as real row counts
-                yield name, variant, shape, partial(launch, dtype, rows, full=full)
+            yield variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
+        for shape, launch in _small(dtype, full):
+            yield variant, shape, launch
+        for vocabulary in VOCABULARIES:
+            block = f"{_cross_entropy_triton.BLOCK_V} columns"
+            for grad, more in ((True, ""), (False, "loss alone, ")):
+                yield more + variant, block, partial(_rows, dtype, vocabulary, full, grad)
+            for name, more, launch in _products(full):
+                key = (name, table, dtype.itemsize)
+                for most, tile in (*_tuning.TABLE[key], *_tuning.CANDIDATES.get(key, ())):
+                    shape = f"{tile.rows}x{tile.cols}x{tile.depth}"
+                    rows = min(most, 512) - 3  # not a multiple of 16, as real row counts
+                    run = partial(_with_tile, key, tile, launch, dtype, rows, vocabulary)
+                    yield more + variant, shape, run

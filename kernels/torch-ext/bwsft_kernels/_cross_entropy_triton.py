@@ -104,7 +104,7 @@ def _load_logits(logits_ptr, bias_ptr, cols, W, HAS_BIAS: tl.constexpr):
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["V"])
 def _cross_entropy_rows_kernel(
     logits_ptr, bias_ptr, grad_ptr,  # [N, W] fp32, [W], [N, W], which starts where logits do
     target_ptr, weight_ptr, smoothing_ptr, loss_ptr,  # [N]
@@ -172,7 +172,7 @@ def _cross_entropy_rows_kernel(
             tl.store(grad_ptr + cols, narrow, mask=cols < W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["V", "P"])
 def _merge_rows_kernel(
     e_ptr,  # [N, W] exp(logit - largest of its tile) * E_SCALE, times the soft-cap's slope
     part_ptr,  # [N, SLOTS * P + 1] fp32

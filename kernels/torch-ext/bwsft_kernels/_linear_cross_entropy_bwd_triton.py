@@ -21,7 +21,7 @@ from ._wide_product import wide_product
 MERGE_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "V"])
 def _grad_input_bwd_kernel(
     g_ptr, w_ptr, out_ptr,  # [N, W], [V, D], [K, N, D]
     N, V, W, D, stride_g, stride_w, split_v,

@@ -30,7 +30,7 @@ from ._wide_product import wide_product
 E_SCALES = {torch.float16: 2.0**15, torch.bfloat16: 1.0, torch.float32: 1.0}
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "V", "P"])  # the same code at any vocabulary
 def _logits_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, target_ptr,  # [N, D], [V, D], [W], [N]
     e_ptr, part_ptr,  # [N, W], [N, SLOTS * P + 1]
@@ -134,7 +134,7 @@ def by_triton(
     """`loss_and_grad` by exponentials of tiles; without row_weight the loss alone."""
     (size, hidden), vocabulary, width = x.shape, len(weight), _width(len(weight))
     want_grad = row_weight is not None
-    kernel = "loss" if not want_grad else "logits" if softcap is None else "capped"
+    kernel = "capped" if softcap is not None else "logits" if want_grad else "loss"
     options = dict(
         EXCLUDED=-1 if excluded_id is None else excluded_id,
         CAP=0.0 if softcap is None else softcap, E_SCALE=E_SCALES[x.dtype],
@@ -194,7 +194,7 @@ def _row_bytes(
 ) -> int:
     if road == CUBLAS:
         return _width(vocabulary) * 4
-    cols = fewest_cols(("logits", "capped") if want_grad else ("loss",), dtype, device)
+    cols = fewest_cols(("logits" if want_grad else "loss", "capped"), dtype, device)
     return (_width(vocabulary) * dtype.itemsize if want_grad else 0) + _part_bytes(vocabulary, cols)
 
 

@@ -40,9 +40,9 @@ CUBLAS, TRITON = "cublas", "triton"
 SAFE = "safe"
 ANY_ROWS = 1 << 40
 
-# (operation, architecture, bytes per element) -> (most rows, road), ascending. What isn't here takes
-# cuBLAS: unknown cards, and fp32, which Triton multiplies without tensor cores. "logits" makes loss
-# and logits' gradient, "loss" the loss alone, "grad_input" the input's gradient.
+# (operation, architecture, bytes per element) -> (most rows, road), ascending. Whatever isn't here,
+# unknown cards and fp32, takes cuBLAS; Triton multiplies fp32 without tensor cores. "logits" makes
+# loss and logits' gradient, "loss" the loss alone, "grad_input" the input's gradient.
 # NO ENTRY WAS MEASURED: these are calculated for D 4096, V 126464. One measurement replaces them.
 ROADS = {
     # 6 bytes of traffic for each logit and not cuBLAS's 14: 0.19 ms and not 0.44 at N 512, of 4.1
@@ -79,14 +79,14 @@ TABLE = {
     ("grad_input", 90, 2): ((64, Tile(64, 128, 64, 4, 4)), (ANY_ROWS, Tile(128, 256, 64, 8, 3))),
     ("grad_input", SAFE, 2): ((ANY_ROWS, Tile(64, 64, 64, 4, 3)),),
 }
-# As "loss", but with 4 warps at 128 x 128 on sm_80 softcap and entropy together spill 750 bytes, and
-# softcap with its slope ("capped": "logits" with a softcap) 480.
+# As "loss", but with 4 warps at 128 x 128 on sm_80 softcap and entropy together spill 750 bytes,
+# softcap and its slope ("capped", which is "logits" or "loss" with a softcap) 480.
 TABLE["stats", 80, 2] = (*TABLE["loss", 80, 2][:-1], (ANY_ROWS, Tile(128, 128, 64, 8, 3)))
 TABLE["stats", 90, 2] = TABLE["loss", 90, 2]
 TABLE["stats", SAFE, 2] = TABLE["loss", SAFE, 2]
 for _arch in (80, 90, SAFE):
     TABLE["logits", _arch, 2] = TABLE["loss", _arch, 2]
-    TABLE["capped", _arch, 2] = TABLE["stats", _arch, 2]
+    TABLE["capped", _arch, 2] = TABLE["noise" if _arch == SAFE else "stats", _arch, 2]
 for _arch in (80, 90, SAFE):
     # fp32 multiplies exactly, without tensor cores: for debugging, not for speed.
     for _kernel in ("logits", "capped", "loss", "stats", "noise", "grad_input"):
