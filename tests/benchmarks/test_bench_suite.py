@@ -134,9 +134,10 @@ def test_neighbors_fit_and_differ():
         assert 2 * one.stages * one.depth * (one.rows + one.cols) <= 163 << 10
 
 
-def test_a_wrong_tile_and_a_broken_one_are_refused():
-    key, present = ("grad_input", 80, 2), tiles.present("grad_input", 80, 512)
-    best, wrong, broken = tiles.neighbors(present, 80)[:3]
+def test_a_wrong_tile_and_a_broken_one_are_refused_and_cublas_loses():
+    key, present = ("grad_input", 90, 2), tiles.present("grad_input", 90, 512)
+    now, best, wrong, broken, *_ = tiles.tiles_to_try(key, 512)
+    assert now == present and best.tma  # TMA's tile comes first
 
     def tile():
         return _tuning.TABLE[key][0][1]
@@ -144,16 +145,23 @@ def test_a_wrong_tile_and_a_broken_one_are_refused():
     def run():
         if tile() == broken:
             raise RuntimeError("out of resource")
-        return torch.ones(3) * (2 if tile() == wrong else 1)
+        return torch.ones(3) * (1.01 if tile() == wrong else 1)
 
-    def clock(run):
-        run()
+    def cublas():
+        raise AssertionError("timed, not run")
+
+    def clock(timed):
+        if timed is cublas:
+            return 1.5
+        timed()
         return {best: 1.0, wrong: 0.5}.get(tile(), 2.0)
 
-    before = _tuning.TABLE[key]
-    found = tiles.search(key, 512, run, clock, time.monotonic() + 60)
+    before, runs = _tuning.TABLE[key], {"cublas": cublas, "triton": run}
+    found = tiles.search(key, 512, runs, clock, time.monotonic() + 60)
     assert _tuning.TABLE[key] is before
-    assert found["gain"] == 2 and found["proposed"] == f"TABLE['grad_input', 80, 2]: (512, {best}),"
+    assert found["gain"] == 2 and found["cublas_ms"] == 1.5
+    assert found["proposed"] == [f"TABLE['grad_input', 90, 2]: (512, {best}),",
+                                 "ROADS['grad_input', 90, 2]: (512, 'triton'),"]
     assert [text.partition(":")[0] for text in found["failed"]] == [str(wrong), str(broken)]
     assert str(wrong) not in found["ms"]
 
@@ -165,15 +173,33 @@ def test_a_small_gain_proposes_nothing():
         return 1.0 if _tuning.TABLE[key][0][1] == present else 0.98
 
     def search(seconds):
-        return tiles.search(key, 512, lambda: torch.zeros(1), clock, time.monotonic() + seconds)
+        runs = dict.fromkeys(("cublas", "triton"), lambda: torch.zeros(1))
+        return tiles.search(key, 512, runs, clock, time.monotonic() + seconds)
 
     found = search(60)
-    assert found["gain"] == 1.02 and found["proposed"] is None and len(found["ms"]) > 4
+    assert found["gain"] == 1.02 and not found["proposed"] and len(found["ms"]) > 4
     assert len(search(-1)["ms"]) == 1  # the time was up
 
 
+def test_a_road_that_lost_is_proposed_away():
+    key = ("grad_input", 80, 2)
+    assert tiles.present_road(key, 512) == "triton"
+    runs = {"cublas": object(), "triton": lambda: torch.zeros(1)}
+    found = tiles.search(key, 512, runs, lambda run: 1 + (run is not runs["cublas"]), 0)
+    assert found["proposed"] == ["ROADS['grad_input', 80, 2]: (512, 'cublas'),"]
+
+
+def test_a_case_that_fails_stops_no_other(monkeypatch, capsys, tmp_path):
+    def fails(kernel, rows):
+        raise RuntimeError(f"no memory for {kernel}")
+
+    monkeypatch.setattr(tiles, "launchers", fails)
+    found = tiles.measure(("loss", 80, 2), 512, False, time.monotonic() + 60)
+    assert found["failed"] == ["RuntimeError: no memory for loss"] and not found["ms"]
+
+
 def test_dry_walks_all_cases(tmp_path, capsys):
-    tiles.main(["--dry", "--out", str(tmp_path / "tiles.json")])
+    assert tiles.main(["--dry", "--out", str(tmp_path / "tiles.json")]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(last["found"]) == 2 * len(tiles.CASES)
     assert json.loads((tmp_path / "tiles.json").read_text()) == last["found"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bwsft_kernels import _tuning
 from bwsft_kernels import _linear_cross_entropy_bwd_triton as bwd
 from bwsft_kernels import _linear_cross_entropy_fwd_triton as fwd
+from bwsft_kernels import _tuning
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)

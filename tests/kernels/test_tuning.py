@@ -58,7 +58,8 @@ def test_search_prints_an_entry_to_paste_and_runs_once_per_bucket(monkeypatch, c
         assert tile == _tuning.Tile(64, 128, 64, 4, 4)
     assert len(launched) == 4
     assert capsys.readouterr().out == (
-        "TABLE['stats', 80, 2]: (128, Tile(rows=64, cols=128, depth=64, warps=4, stages=4)),\n"
+        "TABLE['stats', 80, 2]: (128, Tile(rows=64, cols=128, depth=64, warps=4, stages=4, "
+        "tma=False)),\n"
     )
 
 

@@ -1,19 +1,20 @@
 """The two products of the fused loss on Hopper: tensor descriptors (TMA) and persistent programs.
 
 The same results in the same places as the products of _linear_cross_entropy_fwd_triton.py and
-_linear_cross_entropy_bwd_triton.py, which come here for a tile with `tma`. One program for each slot
-of the GPU takes tile after tile; TMA brings the operands to shared memory, where WGMMA reads them,
-and clips what lies past the end of a matrix to 0: no masks, no pointers per thread. Descriptors are
-made on the host: made on the device they would need `triton.set_allocator`, which is the user's.
+_linear_cross_entropy_bwd_triton.py, which come here for a tile with `tma`. As many programs as run
+at once take tile after tile; TMA brings the operands to shared memory, where WGMMA reads them, and
+clips what lies past the end of a matrix to 0: no masks, no pointers per thread. Descriptors come
+from the host: made on the device they would need `triton.set_allocator`, which is the user's.
 
 Sums over V are split as in the other file: at N 512 two splits make 128 programs for 132 SMs.
 Tried and lost; all compiled for sm_90 by Triton 3.9, none timed:
 - gradient: 128 x 256 with 4 warps spills 1040 bytes a thread, 64 x 256 with 4 warps 72; 256 x 128
   takes 242 registers, 128 x 256 with 8 warps 180;
 - logits: an epilogue of the whole 128 x 256 or 256 x 128 tile spills 16 to 750 bytes, of halves up
-  to 40; of pieces of 64 columns none, with 60 registers to spare;
-- warp specialization: ignored with 8 warps; with 4 it compiles at 64 x 128 alone, at one program per
-  SM instead of two;
+  to 40; of quarters none (227 to 249 registers). 128 x 128 is bound by L2: twice the bytes for
+  each product. 64 x 256 with 8 warps moves its quarters through 64 KB of shared memory;
+- warp specialization: ignored with 8 warps; with 4 it compiles at 64 x 128 alone, at one program
+  per SM instead of two;
 - stream-K (equal shares of all steps, pieces added afterwards): fewer parts than splits leave, but
   programs that read the same rows of the head drift apart by up to 190 MB of it; L2 holds 50.
 Letters: N supervised rows, D hidden size, V vocabulary, W columns of the logits' buffer, K splits,

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 
 import pytest
+import tile_search
 import torch
 from bwsft_kernels import _linear_cross_entropy_bwd_triton as bwd
 from bwsft_kernels import _linear_cross_entropy_fwd_triton as fwd
@@ -93,6 +94,23 @@ def test_the_inputs_gradient(n, v, d, monkeypatch, assert_no_worse):
             found = bwd.split_product(g, weight)  # TMA clips the columns past V
         assert_no_worse(found, expected, truth, v * 2**-24 * float(truth.abs().max()))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kernel", ["grad_input", "logits", "loss", "stats", "noise"])
+def test_the_search_runs_what_it_times(kernel, monkeypatch):
+    """benchmarks/gates/tile_search.py, with a small head: both roads, and a tile with TMA."""
+    monkeypatch.setattr(tile_search, "VOCAB", 256)
+    monkeypatch.setattr(tile_search, "HIDDEN", 64)
+    torch.manual_seed(0)
+    runs = tile_search.launchers(kernel, 5, "cpu", torch.float16)
+    truth = tile_search.copy(runs["triton"]())
+    if "cublas" in runs:
+        tile_search.check(tile_search.copy(runs["cublas"]()), truth)
+        with only(_tuning.Tile(16, 64, 32, 4, 3, True)):
+            tile_search.check(tile_search.copy(runs["triton"]()), truth)
+        with pytest.raises(AssertionError):
+            tile_search.check([t * 1.01 for t in truth], truth)
+    assert ("cublas" in runs) == (kernel in ("grad_input", "logits", "loss"))
 
 
 def test_what_tma_cannot_read_takes_the_other_kernel(monkeypatch):
