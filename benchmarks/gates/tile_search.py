@@ -1,8 +1,9 @@
-"""Times tiles around those of the table in _tuning.py and proposes entries to paste there.
+"""Times roads, and tiles around those in _tuning.py, and proposes entries to paste there.
 
 python benchmarks/gates/tile_search.py [--seconds 60] [--out FILE] [--dry]
 
-For each kernel and number of rows, at LLaDA-8B's head in bf16: the present tile, its neighbors
+At LLaDA-8B's head in bf16. First cuBLAS against Triton, for ROADS. Then, for each kernel and number
+of rows, for TABLE: the present tile, its neighbors
 (one number doubled, halved or one more or less) that fit the chip, each checked against the present
 tile's result before it is timed. The most valuable cases come first; what was found is written
 after each. Paste only what tests/kernels/test_compile_offline.py then finds free of spills. --dry
@@ -24,8 +25,10 @@ from bwsft.utils.files import write_atomic
 
 VOCAB, HIDDEN = 126_464, 4096
 # Training first (the gradient of 512 supervised rows), then the sampler's rows, then evaluation.
-CASES = (("grad_input", 512), ("stats", 32), ("stats", 16), ("loss", 512), ("grad_input", 1024),
-         ("stats", 256), ("grad_input", 64), ("noise", 32))  # fmt: skip
+CASES = (("logits", 512), ("grad_input", 512), ("stats", 32), ("stats", 16), ("loss", 512),
+         ("grad_input", 1024), ("stats", 256), ("grad_input", 64), ("noise", 32))  # fmt: skip
+ROAD_CASES = (("logits", 512), ("grad_input", 512), ("loss", 512), ("loss", 128), ("loss", 2048),
+              ("logits", 128), ("grad_input", 128), ("grad_input", 1024))  # fmt: skip
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, _tuning.SAFE: 64 << 10}
 
 
@@ -57,26 +60,34 @@ def neighbors(tile: Tile, arch) -> list[Tile]:
     return [t for t in dict.fromkeys(found) if t != tile and fits(t, arch)]
 
 
-def launcher(kernel: str, rows: int):
+def launcher(kernel: str, rows: int, road: str = _tuning.TRITON):
     """A function that runs the kernel once, by the tile that the table holds, and its result."""
     from bwsft_kernels import (
         _linear_argmax_triton,
         _linear_cross_entropy_bwd_triton,
         _linear_cross_entropy_fwd_triton,
+        _wide_product,
     )
     from bwsft_kernels._linear_argmax import ArgmaxOptions
 
     options = dict(device="cuda", dtype=torch.bfloat16)
+    by_triton = road == _tuning.TRITON
     torch.manual_seed(0)
     head = torch.randn(VOCAB, HIDDEN, **options) * 0.02
     if kernel == "grad_input":
         grad = torch.randn(rows, VOCAB, **options)
-        return lambda: _linear_cross_entropy_bwd_triton.grad_input(grad, head)
+        multiply = _wide_product.wide_product
+        if by_triton:
+            multiply = _linear_cross_entropy_bwd_triton.split_product
+        return lambda: multiply(grad, head)
     x = torch.randn(rows, HIDDEN, **options)
-    if kernel == "loss":
+    if kernel in ("logits", "loss"):
         target = torch.randint(VOCAB, (rows,), device="cuda")
-        forward = _linear_cross_entropy_fwd_triton.head_loss
-        return lambda: forward(x, head, None, target, 0.0, None, None)
+        weight = torch.ones(rows, device="cuda") if kernel == "logits" else None
+        scratch = torch.empty(rows * VOCAB * 4, dtype=torch.uint8, device="cuda")
+        module = _linear_cross_entropy_fwd_triton
+        run = module.by_triton if by_triton else module.by_cublas
+        return lambda: run(x, head, None, target, weight, None, None, None, scratch)[0]
     noise = torch.zeros(5, rows, dtype=torch.int64, device="cuda") if kernel == "noise" else None
     plan = ArgmaxOptions(banned=(), hidden_id=126_336, entropy=False, margin=False, softcap=0.0,
                          round_bf16=False)
@@ -119,6 +130,46 @@ def search(key, rows: int, run, clock, deadline: float) -> dict:
     }
 
 
+def compare_roads(operation: str, arch, rows: int, runs: dict, clock) -> dict:
+    """Milliseconds of each of `runs`, road -> function, and an entry if ROADS says another."""
+    cublas = _tuning.CUBLAS
+    truth = runs[cublas]()
+    for run in runs.values():
+        torch.testing.assert_close(run(), truth, rtol=1e-3, atol=1e-3)
+    times = {road: clock(run) for road, run in runs.items()}
+    best = min(times, key=times.get)
+    entries = _tuning.ROADS.get((operation, arch, 2), ((_tuning.ANY_ROWS, cublas),))
+    now = next(road for most, road in entries if rows <= most)
+    gain = times[now] / times[best]
+    return {
+        "key": [operation, str(arch), "2"], "rows": rows, "present": now,
+        "ms": {road: round(ms, 4) for road, ms in times.items()},
+        "proposed": f"ROADS[{operation!r}, {arch!r}, 2]: ({rows}, {best!r})," if gain > 1.03
+        else None,
+        "gain": round(gain, 3),
+    }
+
+
+def walk(dry: bool, deadline: float):
+    """What is found for each case, the roads of an architecture first, until the time is up."""
+    device = torch.device("cpu" if dry else "cuda")
+    still = (lambda: torch.zeros(1)) if dry else None
+    for arch in (80, 90) if dry else (_tuning.architecture(device),):
+        for operation, rows in ROAD_CASES:
+            if time.monotonic() > deadline:
+                break
+            runs = {road: still or launcher(operation, rows, road)
+                    for road in (_tuning.CUBLAS, _tuning.TRITON)}
+            clock = (lambda run: 1.0) if dry else _tuning.milliseconds
+            yield compare_roads(operation, arch, rows, runs, clock)
+        for kernel, rows in CASES:
+            if time.monotonic() > deadline:
+                break
+            key = (kernel, arch, 2)
+            clock = made_up(key) if dry else _tuning.milliseconds
+            yield search(key, rows, still or launcher(kernel, rows), clock, deadline)
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60, help="stop after this")
@@ -127,20 +178,13 @@ def main(argv=None) -> None:
     args = parser.parse_args(argv)
     if not args.dry and not torch.cuda.is_available():
         sys.exit("no CUDA device is available: --dry walks the candidates without one")
-    deadline, found = time.monotonic() + args.seconds, []
-    device = torch.device("cpu" if args.dry else "cuda")
-    for arch in (80, 90) if args.dry else (_tuning.architecture(device),):
-        for kernel, rows in CASES:
-            if time.monotonic() > deadline:
-                break
-            key = (kernel, arch, 2)
-            run = (lambda: torch.zeros(1)) if args.dry else launcher(kernel, rows)
-            clock = made_up(key) if args.dry else _tuning.milliseconds
-            found.append(search(key, rows, run, clock, deadline))
-            print(f"{kernel} sm_{arch}, {rows} rows: {len(found[-1]['ms'])} tiles, gain "
-                  f"{found[-1]['gain']}, {found[-1]['proposed'] or 'the table stays'}", flush=True)
-            if args.out:
-                write_atomic(args.out, json.dumps(found, indent=1) + "\n")
+    found = []
+    for one in walk(args.dry, time.monotonic() + args.seconds):
+        found.append(one)
+        print(f"{' '.join(one['key'][:2])}, {one['rows']} rows: {len(one['ms'])} candidates, gain "
+              f"{one['gain']}, {one['proposed'] or 'the table stays'}", flush=True)
+        if args.out:
+            write_atomic(args.out, json.dumps(found, indent=1) + "\n")
     print(json.dumps({"bench": "tiles", "dry": args.dry, "found": found}))
 
 

@@ -121,8 +121,19 @@ def test_a_small_gain_proposes_nothing():
     assert len(search(-1)["ms"]) == 1  # the time was up
 
 
+def test_a_faster_road_is_proposed_and_a_wrong_one_refused():
+    runs = {"cublas": lambda: torch.ones(2), "triton": lambda: torch.ones(2)}
+    clock = {runs["cublas"]: 2.0, runs["triton"]: 1.0}.get
+    found = tiles.compare_roads("grad_input", 90, 128, runs, clock)
+    assert found["proposed"] == "ROADS['grad_input', 90, 2]: (128, 'triton'),"
+    assert tiles.compare_roads("grad_input", 80, 128, runs, clock)["proposed"] is None
+    with pytest.raises(AssertionError, match="not close"):
+        runs["triton"] = lambda: torch.zeros(2)
+        tiles.compare_roads("grad_input", 80, 128, runs, clock)
+
+
 def test_dry_walks_all_cases(tmp_path, capsys):
     tiles.main(["--dry", "--out", str(tmp_path / "tiles.json")])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(last["found"]) == 2 * len(tiles.CASES)
+    assert len(last["found"]) == 2 * (len(tiles.CASES) + len(tiles.ROAD_CASES))
     assert json.loads((tmp_path / "tiles.json").read_text()) == last["found"]
