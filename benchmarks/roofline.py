@@ -2,7 +2,7 @@
 
 python benchmarks/roofline.py [--out FILE]
 
-A phase takes the longer of its FLOPs and its bytes at the rates of a card; phases follow one another.
+A phase takes the longer of its FLOPs and its bytes at the rates of a card; phases come in turn.
 Each counts what it must read and write once, in bf16 unless said; launches (5 us each), the rows of
 the input and what fits L2 are left out. One function per quantity, in the units of its name.
 Letters: T rows of the batch, N supervised ones, V vocabulary, D hidden size.

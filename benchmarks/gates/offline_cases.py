@@ -52,8 +52,7 @@ def _rows(dtype, vocabulary: int, full: bool, grad: bool):
     )  # fmt: skip
 
 
-def _grad_input(dtype, rows: int, vocabulary: int, full: bool):
-    assert full
+def _grad_input(dtype, rows: int, vocabulary: int):
     g = _empty(rows, -(-vocabulary // 64) * 64, dtype=dtype)
     _linear_cross_entropy_bwd_triton.split_product(g, _empty(vocabulary, D, dtype=dtype))
 
@@ -112,46 +111,49 @@ def _small(dtype, full: bool):
     """The operations between the matmuls, which have one tile each."""
     for hidden in (D, _rms_norm_triton.MOST_D):
         shape = f"{hidden} columns"
-        yield shape, partial(_rms_norm_fwd, dtype, full, hidden)
-        yield shape, partial(_rms_norm_bwd, dtype, full, hidden)
-    yield f"{_rotary_triton.PAIRS} pairs", partial(_rotary, dtype, full)
-    yield f"{_swiglu_triton.BLOCK_M} columns", partial(_swiglu, dtype, full)
+        yield "rms_norm_fwd", shape, partial(_rms_norm_fwd, dtype, full, hidden)
+        yield "rms_norm_bwd", shape, partial(_rms_norm_bwd, dtype, full, hidden)
+    yield "rotary", f"{_rotary_triton.PAIRS} pairs", partial(_rotary, dtype, full)
+    yield "swiglu", f"{_swiglu_triton.BLOCK_M} columns", partial(_swiglu, dtype, full)
 
 
-def _products(full: bool):
-    """(name in TABLE, what it does besides, launch) of what multiplies by the head."""
+def _heads(dtype, vocabulary: int, full: bool):
+    """(name in _tuning.TABLE, variant, launch of some rows) of what multiplies by the head."""
+    variant = "all options" if full else "plain"
     for grad in (True, False):
-        more = "" if grad else "loss alone, "
-        plain = partial(_product, grad=grad, softcap=False, full=full)
-        yield "logits" if grad else "loss", more, plain
-        yield "capped", f"{more}softcap, ", partial(_product, grad=grad, softcap=True, full=full)
-    yield "stats", "", partial(_stats, noise=False, full=full)
-    yield "noise", "noise, ", partial(_stats, noise=True, full=full)
+        more = variant if grad else f"loss alone, {variant}"
+        launch = partial(_product, dtype, vocabulary=vocabulary, full=full, grad=grad)
+        yield "logits" if grad else "loss", more, partial(launch, softcap=False)
+        yield "capped", more, partial(launch, softcap=True)
+    for name in ("stats", "noise"):
+        launch = partial(_stats, dtype, vocabulary=vocabulary, full=full, noise=name == "noise")
+        yield name, variant, launch
     if full:
-        yield "grad_input", "", partial(_grad_input, full=full)
+        yield "grad_input", variant, partial(_grad_input, dtype, vocabulary=vocabulary)
 
 
-def _with_tile(key: tuple, tile: _tuning.Tile, launch, *arguments):
+def _with_tile(key: tuple, tile: _tuning.Tile, launch):
     with mock.patch.dict(_tuning.TABLE, {key: ((_tuning.ANY_ROWS, tile),)}):
-        launch(*arguments)
+        launch()
 
 
 def cases(table, dtype=torch.bfloat16, variants=("plain", "all options")):
-    """(variant, tile, launch) of everything shipped for a chip; `table`: its key in TABLE."""
+    """(name, variant, tile, launch) of everything shipped for a chip; `table`: its key in TABLE."""
     for variant in variants:
         full = variant == "all options"
         if dtype == torch.bfloat16:
-            yield variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
-        for shape, launch in _small(dtype, full):
-            yield variant, shape, launch
+            yield "block_mask", variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
+        for name, shape, launch in _small(dtype, full):
+            yield name, variant, shape, launch
         for vocabulary in VOCABULARIES:
             block = f"{_cross_entropy_triton.BLOCK_V} columns"
             for grad, more in ((True, ""), (False, "loss alone, ")):
-                yield more + variant, block, partial(_rows, dtype, vocabulary, full, grad)
-            for name, more, launch in _products(full):
+                launch = partial(_rows, dtype, vocabulary, full, grad)
+                yield "cross_entropy_rows", more + variant, block, launch
+            for name, more, launch in _heads(dtype, vocabulary, full):
                 key = (name, table, dtype.itemsize)
                 for most, tile in (*_tuning.TABLE[key], *_tuning.CANDIDATES.get(key, ())):
                     shape = f"{tile.rows}x{tile.cols}x{tile.depth}"
                     rows = min(most, 512) - 3  # not a multiple of 16, as real row counts
-                    run = partial(_with_tile, key, tile, launch, dtype, rows, vocabulary)
-                    yield more + variant, shape, run
+                    run = partial(_with_tile, key, tile, partial(launch, rows=rows))
+                    yield name, more, shape, run

@@ -148,7 +148,8 @@ def inspect(kernel, arch: int, variant: str, tile: str) -> Row:
 def build(arch: int, dtype=torch.bfloat16, **which) -> list[Row]:
     kind = "" if dtype == torch.bfloat16 else f", {str(dtype)[6:]}"  # torch.float32
     rows = []
-    for variant, tile, launch in cases(CHIPS[arch].table, dtype, **which):
+    for name, variant, tile, launch in cases(CHIPS[arch].table, dtype, **which):
+        variant = f"{name}, {variant}" if name in ("capped", "noise") else variant
         kernels = compile_launch(launch, arch)
         shapes = [tile] + ["-"] * (len(kernels) - 1)  # a second kernel merges the parts
         rows += [

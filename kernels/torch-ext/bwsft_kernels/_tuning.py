@@ -84,13 +84,15 @@ TABLE = {
 TABLE["stats", 80, 2] = (*TABLE["loss", 80, 2][:-1], (ANY_ROWS, Tile(128, 128, 64, 8, 3)))
 TABLE["stats", 90, 2] = TABLE["loss", 90, 2]
 TABLE["stats", SAFE, 2] = TABLE["loss", SAFE, 2]
+TABLE["capped", 80, 2] = TABLE["stats", 80, 2]
+TABLE["capped", 90, 2] = TABLE["loss", 90, 2]
+TABLE["capped", SAFE, 2] = ((16, Tile(16, 128, 64, 4, 3)), (ANY_ROWS, Tile(64, 128, 32, 8, 4)))
 for _arch in (80, 90, SAFE):
     TABLE["logits", _arch, 2] = TABLE["loss", _arch, 2]
-    TABLE["capped", _arch, 2] = TABLE["noise" if _arch == SAFE else "stats", _arch, 2]
-for _arch in (80, 90, SAFE):
     # fp32 multiplies exactly, without tensor cores: for debugging, not for speed.
     for _kernel in ("logits", "capped", "loss", "stats", "noise", "grad_input"):
         TABLE[_kernel, _arch, 4] = ((ANY_ROWS, Tile(32, 64, 32, 4, 3)),)
+    TABLE["noise", _arch, 4] = ((ANY_ROWS, Tile(32, 32, 32, 4, 3)),)
 
 # What the search tries besides, written as in TABLE: no card has run it yet.
 CANDIDATES = {

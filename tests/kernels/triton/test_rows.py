@@ -20,7 +20,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, EPS, ROADS, taking
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # soft-cap: 1 - 2 / exp(inf) is meant
+pytestmark = [  # soft-cap: 1 - 2 / exp(inf) is meant, and so are rows of NaN
+    pytest.mark.filterwarnings(f"ignore:{text}") for text in ("overflow", "invalid", "All-NaN")
+]
 
 
 normal = functools.partial(cases.normal, dtype=torch.float32)
@@ -256,7 +258,7 @@ def test_splits_fill_the_chip():
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_head_loss_is_the_loss_while_training_in_chunks_too(road, dtype):
-    for seed, (n, v, d) in enumerate([(1, 2, 1), (70, 129, 33)]):
+    for seed, (n, v, d) in enumerate([(1, 2, 1), (50, 129, 33)]):
         x, w, b = (normal(*s, seed=seed).to(dtype) for s in ((n, d), (v, d), (v,)))
         target = torch.arange(n) % v
         for options in ((0.0, None, None), (torch.rand(n), 3.0, v - 1 if v > 2 else None)):
