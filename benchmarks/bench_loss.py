@@ -115,10 +115,14 @@ def peer(name: str, device: torch.device) -> Loss | str:
         return f"not installed (pip install {package}){gpu}"
     if device.type != "cuda":
         return f"{package} is installed, but its Triton kernels need a CUDA device"
-    if name == "liger":
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as loss
-    else:
-        from cut_cross_entropy import linear_cross_entropy as loss
+    try:
+        if name == "liger":
+            from liger_kernel.transformers import functional
+            loss = functional.liger_fused_linear_cross_entropy
+        else:
+            from cut_cross_entropy import linear_cross_entropy as loss
+    except Exception as error:  # e.g. it doesn't know this torch: the others are timed
+        return f"{package} can't be imported: {type(error).__name__}: {error}"
     return loss
 
 
@@ -208,7 +212,7 @@ def run_point(args: Namespace, rows: int, vocabulary: int) -> output.Point:
     tokens, kept = len(problem.target), int((problem.target != -100).sum())
     results, right = choose(args, problem)
     steps = {name: step_of(loss, problem, args.phase) for name, loss in right.items()}
-    timed = harness.time_interleaved(steps, results, args.device, args.rounds)
+    timed = harness.time_interleaved(steps, results, args.device, args.rounds, gaps=False)
     passes = 1 if args.phase == "forward" else 2 + (args.head == "trainable")
     for result, step in timed:
         result.tokens_per_s = tokens / result.median_s

@@ -2,10 +2,12 @@
 Triton's interpreter (tests/kernels/triton) and on a GPU (tests/gpu).
 """
 
+import contextlib
 import dataclasses
 
+import pytest
 import torch
-from bwsft_kernels import GumbelKey, MaskSpec, rms_norm, rotary, swiglu, torch_ops
+from bwsft_kernels import GumbelKey, MaskSpec, _tuning, rms_norm, rotary, swiglu, torch_ops
 from hypothesis import strategies as st
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -72,6 +74,19 @@ def head_problem(n, v, d, seed, dtype="fp32", scale=1.0):
     target = torch.randint(v, (n,), generator=generator)
     target[: n // 3] = torch.tensor([0, v - 1])[torch.arange(n // 3) % 2]  # first and last class
     return *tensors, target
+
+
+ROADS = ["cublas", "triton"]
+
+
+@contextlib.contextmanager
+def taking(road):
+    """Inside, every product of the fused loss in Triton's interpreter takes this road."""
+    keys = [(name, _tuning.SAFE, size) for name in ("logits", "loss", "grad_input")
+            for size in (2, 4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tuning, "ROADS", {key: ((_tuning.ANY_ROWS, road),) for key in keys})
+        yield
 
 
 def past_2_31():

@@ -1,6 +1,8 @@
-"""What offline_table.py compiles: each launcher on empty CPU tensors of LLaDA-8B's shape."""
+"""What offline_table.py compiles: each launcher on empty tensors of LLaDA-8B's shape, those of the
+head at several vocabularies. Meta tensors where nothing looks at values: a head is 1 GB."""
 
 from functools import partial
+from unittest import mock
 
 import torch
 from bwsft_kernels import (
@@ -9,7 +11,6 @@ from bwsft_kernels import (
     _linear_argmax_triton,
     _linear_cross_entropy_bwd_triton,
     _linear_cross_entropy_fwd_triton,
-    _philox_triton,
     _rms_norm,
     _rms_norm_triton,
     _rotary_triton,
@@ -22,6 +23,9 @@ from bwsft_kernels._linear_argmax import ArgmaxOptions
 V, D, HEAD, MLP = 126_464, 4096, 128, 12_288  # LLaDA-8B
 SEQUENCES, LENGTH = 32, 256
 ROWS = SEQUENCES * LENGTH
+# LLaDA, BERT, GPT-2 with and without a mask token, Llama 3 with one, Qwen, Gemma.
+VOCABULARIES = (V, 30_522, 49_153, 50_257, 128_257, 151_936, 262_144)
+_empty = partial(torch.empty, device="meta")
 
 
 def _mask(full: bool):
@@ -35,34 +39,46 @@ def _mask(full: bool):
     _block_mask_triton.block_mask_triton(inputs, spec)
 
 
-def _rows(dtype, full: bool):
-    options = (0.1, 30.0, V - 1) if full else (0.0, None, None)
-    logits, target = torch.empty(512, V, dtype=dtype), torch.zeros(512, dtype=torch.int64)
-    _cross_entropy_triton.cross_entropy_rows_(logits, target, torch.empty(512), *options, True)
+def _numbers(rows: int):
+    """Target, weight and smoothing of some rows."""
+    return _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows)
 
 
-def _grad_input(dtype, rows: int, full: bool):
-    assert full
-    head = torch.empty(V, D, dtype=dtype)
-    _linear_cross_entropy_bwd_triton.grad_input(torch.empty(rows, V, dtype=dtype), head)
+def _rows(dtype, vocabulary: int, full: bool, grad: bool):
+    width, (target, weight, smoothing) = -(-vocabulary // 64) * 64, _numbers(512)
+    logits, bias = _empty(512, width), _empty(width, dtype=dtype)
+    _cross_entropy_triton.cross_entropy_rows(
+        logits, bias if full else None, logits.view(dtype)[:, :width] if grad else None, vocabulary,
+        target, weight if grad else None, *((smoothing, 30.0, 7) if full else (None, None, None)),
+    )  # fmt: skip
 
 
-def _loss(dtype, rows: int, full: bool):
-    x, head = torch.empty(rows, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
-    options = (0.1, 30.0, V - 1) if full else (0.0, None, None)
-    bias = torch.empty(V, dtype=dtype) if full else None
-    target = torch.zeros(rows, dtype=torch.int64)
-    _linear_cross_entropy_fwd_triton.head_loss(x, head, bias, target, *options)
+def _grad_input(dtype, rows: int, vocabulary: int):
+    g = _empty(rows, -(-vocabulary // 64) * 64, dtype=dtype)
+    _linear_cross_entropy_bwd_triton.split_product(g, _empty(vocabulary, D, dtype=dtype))
 
 
-def _stats(dtype, rows: int, full: bool, noise: bool):
-    x, head = torch.empty(rows, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
+def _product(dtype, rows: int, vocabulary: int, full: bool, grad: bool, softcap: bool):
+    """The Triton road of loss and gradient, or of the loss alone."""
+    x, head = _empty(rows, D, dtype=dtype), _empty(vocabulary, D, dtype=dtype)
+    bias = _empty(-(-vocabulary // 64) * 64, dtype=dtype) if full else None
+    target, weight, smoothing = _numbers(rows)
+    both = full and not (grad and softcap)  # which takes the other road
+    _linear_cross_entropy_fwd_triton.by_triton(
+        x, head, bias, target, weight if grad else None, smoothing if both else None,
+        30.0 if softcap else None, 7 if full else None,
+        _empty(rows * vocabulary * 8, dtype=torch.uint8),
+    )  # fmt: skip
+
+
+def _stats(dtype, rows: int, vocabulary: int, full: bool, noise: bool):
+    x, head = _empty(rows, D, dtype=dtype), _empty(vocabulary, D, dtype=dtype)
     options = ArgmaxOptions(
-        banned=(126_081,) if full else (), hidden_id=V - 128, entropy=full, margin=full,
+        banned=(11,) if full else (), hidden_id=7, entropy=full, margin=full,
         softcap=30.0 if full else 0.0, round_bf16=full,
     )  # fmt: skip
-    key = torch.zeros(5, rows, dtype=torch.int64) if noise else None
-    bias = torch.empty(V, dtype=dtype) if full else None
+    key = _empty(5, rows, dtype=torch.int64) if noise else None
+    bias = _empty(vocabulary, dtype=dtype) if full else None
     _linear_argmax_triton.head_argmax(x, head, bias, options, key, float(noise))
 
 
@@ -102,22 +118,43 @@ def _small(dtype, full: bool):
     yield "swiglu", f"{_swiglu_triton.BLOCK_M} columns", partial(_swiglu, dtype, full)
 
 
-def cases(table, dtype=torch.bfloat16):
+def _heads(dtype, vocabulary: int, full: bool):
+    """(name in _tuning.TABLE, variant, launch of some rows) of what multiplies by the head."""
+    variant = "all options" if full else "plain"
+    for grad in (True, False):
+        more = variant if grad else f"loss alone, {variant}"
+        launch = partial(_product, dtype, vocabulary=vocabulary, full=full, grad=grad)
+        yield "logits" if grad else "loss", more, partial(launch, softcap=False)
+        yield "capped", more, partial(launch, softcap=True)
+    for name in ("stats", "noise"):
+        launch = partial(_stats, dtype, vocabulary=vocabulary, full=full, noise=name == "noise")
+        yield name, variant, launch
+    if full:
+        yield "grad_input", variant, partial(_grad_input, dtype, vocabulary=vocabulary)
+
+
+def _with_tile(key: tuple, tile: _tuning.Tile, launch):
+    with mock.patch.dict(_tuning.TABLE, {key: ((_tuning.ANY_ROWS, tile),)}):
+        launch()
+
+
+def cases(table, dtype=torch.bfloat16, variants=("plain", "all options")):
     """(name, variant, tile, launch) of everything shipped for a chip; `table`: its key in TABLE."""
-    for full in (False, True):
-        variant = "all options" if full else "plain"
+    for variant in variants:
+        full = variant == "all options"
         if dtype == torch.bfloat16:
             yield "block_mask", variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
-        block = f"{_cross_entropy_triton.BLOCK_V} columns"
-        yield "cross_entropy_rows", variant, block, partial(_rows, dtype, full)
         for name, shape, launch in _small(dtype, full):
             yield name, variant, shape, launch
-        stats, noise = (partial(_stats, noise=wanted) for wanted in (False, True))
-        launches = {"loss": _loss, "stats": stats, "noise": noise}
-        if full:
-            launches["grad_input"] = _grad_input
-        for name, launch in launches.items():
-            for most, tile in _tuning.TABLE[name, table, dtype.itemsize]:
-                shape = f"{tile.rows}x{tile.cols}x{tile.depth}"
-                rows = min(most, 512) - 3  # not a multiple of 16, as real row counts
-                yield name, variant, shape, partial(launch, dtype, rows, full=full)
+        for vocabulary in VOCABULARIES:
+            block = f"{_cross_entropy_triton.BLOCK_V} columns"
+            for grad, more in ((True, ""), (False, "loss alone, ")):
+                launch = partial(_rows, dtype, vocabulary, full, grad)
+                yield "cross_entropy_rows", more + variant, block, launch
+            for name, more, launch in _heads(dtype, vocabulary, full):
+                key = (name, table, dtype.itemsize)
+                for most, tile in (*_tuning.TABLE[key], *_tuning.CANDIDATES.get(key, ())):
+                    shape = f"{tile.rows}x{tile.cols}x{tile.depth}"
+                    rows = min(most, 512) - 3  # not a multiple of 16, as real row counts
+                    run = partial(_with_tile, key, tile, partial(launch, rows=rows))
+                    yield name, more, shape, run

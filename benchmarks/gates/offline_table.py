@@ -1,7 +1,7 @@
-"""Compile every shipped Triton configuration for sm_80, sm_86 and sm_90 without a GPU.
+"""Compile every shipped Triton configuration for sm_80, sm_86, sm_90 and sm_120 without a GPU.
 
 python benchmarks/gates/offline_table.py [--write FOLDER] prints registers, spills, shared memory,
-CTAs per SM, matrix instruction and load width of each kernel, and fails if one spills or doesn't
+CTAs per SM, matrix instruction and vector width of each kernel, and fails if one spills or doesn't
 fit. The launchers themselves run (offline_cases.py), so what is compiled is what a GPU would get;
 only the launch is left out. tests/kernels/test_compile_offline.py asserts on the rows.
 """
@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import triton
 from bwsft_kernels import _tuning
-from offline_cases import D, V, cases
+from offline_cases import VOCABULARIES, D, cases
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -34,7 +34,7 @@ class Chip:
 
     target: int
     table: object  # the key in _tuning.TABLE
-    processors: int  # of A100, RTX 3090, H100
+    processors: int  # of A100, RTX 3090, H100, RTX 5090
     sm_bytes: int  # shared memory of one SM
     cta_bytes: int  # the most one CTA may have
     warps: int
@@ -45,6 +45,7 @@ CHIPS = {
     80: Chip(80, 80, 108, 164 << 10, 163 << 10, 64, 32),
     86: Chip(86, _tuning.SAFE, 82, 100 << 10, 99 << 10, 48, 16),
     90: Chip(90, 90, 132, 228 << 10, 227 << 10, 64, 32),
+    120: Chip(120, _tuning.SAFE, 170, 100 << 10, 99 << 10, 48, 24),
 }
 
 
@@ -61,8 +62,9 @@ class Row:
     shared: int
     ctas: int
     matrix: str
-    widths: tuple  # bytes of the asynchronous copies, or of the vector loads where there are none
+    widths: tuple  # bytes of the asynchronous copies, or else of the vector loads; or "TMA"
     copies: int  # asynchronous copies in the code, of all stages
+    stores: int  # of 16 bytes to global memory, in the code
     fp_fusion: bool
 
 
@@ -123,6 +125,8 @@ def inspect(kernel, arch: int, variant: str, tile: str) -> Row:
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x[0-9a-f]+|\d+)[,;]", ptx)
     loads = re.findall(r"ld\.global[.\w:]*\.v(\d)\.b(\d+)", ptx)
     widths = [int(size, 0) for size in copies]
+    if "cp.async.bulk.tensor" in ptx:
+        widths = ["TMA"]
     widths = widths or [int(count) * int(bits) // 8 for count, bits in loads]
     # Registers go to warps in units of 256; 1 KB of shared memory is reserved for each CTA.
     warps = meta.num_warps
@@ -136,15 +140,16 @@ def inspect(kernel, arch: int, variant: str, tile: str) -> Row:
         matrix=next((name for name in ("wgmma", "mma.sync") if name in ptx), "-"),
         widths=tuple(sorted(set(widths))),
         copies=len(copies),
+        stores=len(re.findall(r"st\.global[.\w:]*\.(?:v4\.b32|v2\.b64)", ptx)),
         fp_fusion=meta.enable_fp_fusion,
     )  # fmt: skip
 
 
-def build(arch: int, dtype=torch.bfloat16) -> list[Row]:
+def build(arch: int, dtype=torch.bfloat16, **which) -> list[Row]:
     kind = "" if dtype == torch.bfloat16 else f", {str(dtype)[6:]}"  # torch.float32
     rows = []
-    for name, variant, tile, launch in cases(CHIPS[arch].table, dtype):
-        variant = f"noise, {variant}" if name == "noise" else variant
+    for name, variant, tile, launch in cases(CHIPS[arch].table, dtype, **which):
+        variant = f"{name}, {variant}" if name in ("capped", "noise") else variant
         kernels = compile_launch(launch, arch)
         shapes = [tile] + ["-"] * (len(kernels) - 1)  # a second kernel merges the parts
         rows += [
@@ -169,11 +174,12 @@ def complaints(row: Row) -> list[str]:
 def markdown(rows: list[Row]) -> str:
     titles = (
         "kernel", "variant", "arch", "tile", "warps", "stages", "registers", "spilled B",
-        "shared B", "CTAs/SM", "matrix instruction", "load bytes", "FP fusion",
+        "shared B", "CTAs/SM", "matrix instruction", "load bytes", "16-byte stores", "FP fusion",
     )
     lines = [
         f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}, "
-        f"V {V}, D {D}; compiled offline, run on no GPU.\n",
+        f"D {D}; compiled offline, run on no GPU. V is each of "
+        f"{', '.join(map(str, VOCABULARIES))}; a row stands for all whose figures it shares.\n",
         "| " + " | ".join(titles) + " |",
         "|---" * len(titles) + "|",
     ]
@@ -181,7 +187,7 @@ def markdown(rows: list[Row]) -> str:
         cells = (
             row.kernel, row.variant, f"sm_{row.arch}", row.tile, row.warps, row.stages,
             row.registers, row.spilled, row.shared, row.ctas, row.matrix,
-            ", ".join(map(str, row.widths)) or "-", "on" if row.fp_fusion else "off",
+            ", ".join(map(str, row.widths)) or "-", row.stores, "on" if row.fp_fusion else "off",
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

@@ -1,12 +1,13 @@
-"""Times tiles around those of the table in _tuning.py and proposes entries to paste there.
+"""Times roads and tiles around those of _tuning.py and proposes entries to paste there.
 
 python benchmarks/gates/tile_search.py [--seconds 60] [--out FILE] [--dry]
 
-For each kernel and number of rows, at LLaDA-8B's head in bf16: the present tile, its neighbors
-(one number doubled, halved or one more or less) that fit the chip, each checked against the present
-tile's result before it is timed. The most valuable cases come first; what was found is written
-after each. Paste only what tests/kernels/test_compile_offline.py then finds free of spills. --dry
-walks the same candidates of sm_80 and sm_90 without a GPU, by a made-up clock.
+For each operation and number of rows, at LLaDA-8B's head in bf16: cuBLAS where it is a road, the
+present tile, the candidates with TMA, and neighbors of both (one number doubled, halved or one more
+or less) that fit the chip, each checked against the present tile's result before it is timed. The
+most valuable cases come first; what was found is written after each, and a case that fails is
+written as failed. Paste only what tests/kernels/test_compile_offline.py then finds free of spills.
+--dry walks the same candidates of sm_80 and sm_90 without a GPU, by a made-up clock.
 """
 
 import argparse
@@ -14,18 +15,22 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from bwsft_kernels import _tuning
-from bwsft_kernels._tuning import Tile
+from bwsft_kernels._tuning import CUBLAS, TRITON, Tile
 
 from bwsft.utils.files import write_atomic
 
 VOCAB, HIDDEN = 126_464, 4096
-# Training first (the gradient of 512 supervised rows), then the sampler's rows, then evaluation.
-CASES = (("grad_input", 512), ("stats", 32), ("stats", 16), ("loss", 512), ("grad_input", 1024),
-         ("stats", 256), ("grad_input", 64), ("noise", 32))  # fmt: skip
+# Training first (512 supervised rows), then the sampler's rows, then evaluation.
+CASES = (("grad_input", 512), ("logits", 512), ("stats", 32), ("loss", 512), ("grad_input", 1024),
+         ("logits", 128), ("stats", 16), ("grad_input", 128), ("loss", 128), ("loss", 2048),
+         ("stats", 256), ("logits", 64), ("grad_input", 64), ("noise", 32))  # fmt: skip
+LEAST_GAIN = 1.03  # below, a second run may reverse it
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, _tuning.SAFE: 64 << 10}
 
 
@@ -57,69 +62,107 @@ def neighbors(tile: Tile, arch) -> list[Tile]:
     return [t for t in dict.fromkeys(found) if t != tile and fits(t, arch)]
 
 
-def launcher(kernel: str, rows: int):
-    """A function that runs the kernel once, by the tile that the table holds, and its result."""
-    from bwsft_kernels import (
-        _linear_argmax_triton,
-        _linear_cross_entropy_bwd_triton,
-        _linear_cross_entropy_fwd_triton,
-    )
+def launchers(kernel: str, rows: int, device: str = "cuda", dtype=torch.bfloat16) -> dict:
+    """Road -> run: those of an operation that has two, and Triton's of the others."""
+    from bwsft_kernels import _linear_argmax_triton
+    from bwsft_kernels import _linear_cross_entropy_bwd_triton as bwd
+    from bwsft_kernels import _linear_cross_entropy_fwd_triton as fwd
     from bwsft_kernels._linear_argmax import ArgmaxOptions
 
-    options = dict(device="cuda", dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    head = torch.randn(VOCAB, HIDDEN, **options) * 0.02
+    options = dict(device=device, dtype=dtype)
+    x, head = torch.randn(rows, HIDDEN, **options), torch.randn(VOCAB, HIDDEN, **options) / 64
     if kernel == "grad_input":
-        grad = torch.randn(rows, VOCAB, **options)
-        return lambda: _linear_cross_entropy_bwd_triton.grad_input(grad, head)
-    x = torch.randn(rows, HIDDEN, **options)
-    if kernel == "loss":
-        target = torch.randint(VOCAB, (rows,), device="cuda")
-        forward = _linear_cross_entropy_fwd_triton.head_loss
-        return lambda: forward(x, head, None, target, 0.0, None, None)
-    noise = torch.zeros(5, rows, dtype=torch.int64, device="cuda") if kernel == "noise" else None
-    plan = ArgmaxOptions(banned=(), hidden_id=126_336, entropy=False, margin=False, softcap=0.0,
+        g = torch.randn(rows, VOCAB, **options)  # 64 divides V: no rest
+        roads = {CUBLAS: bwd.wide_product, TRITON: bwd.split_product}
+        return {road: partial(product, g, head) for road, product in roads.items()}
+    if kernel in ("logits", "loss"):
+        target = torch.randint(VOCAB, (rows,), device=device)
+        row_weight = torch.ones(rows, device=device) if kernel == "logits" else None
+        scratch = torch.empty(rows * VOCAB * 4, dtype=torch.uint8, device=device)
+        given = x, head, None, target, row_weight, None, None, None, scratch
+        return {CUBLAS: lambda: fwd.by_cublas(*given), TRITON: lambda: fwd.by_triton(*given)}
+    noise = torch.zeros(5, rows, dtype=torch.int64, device=device) if kernel == "noise" else None
+    plan = ArgmaxOptions(banned=(), hidden_id=VOCAB - 128, entropy=False, margin=False, softcap=0.0,
                          round_bf16=False)
-    return lambda: _linear_argmax_triton.head_argmax(x, head, None, plan, noise, 1.0)[1]
+    return {TRITON: lambda: _linear_argmax_triton.head_argmax(x, head, None, plan, noise, 1.0)[1]}
 
 
 def with_tile(key, tile: Tile, run):
     """run() while the table holds this tile alone."""
-    kept = _tuning.TABLE[key]
-    _tuning.TABLE[key] = ((_tuning.ANY_ROWS, tile),)
-    try:
+    with mock.patch.dict(_tuning.TABLE, {key: ((_tuning.ANY_ROWS, tile),)}):
         return run()
-    finally:
-        _tuning.TABLE[key] = kept
 
 
-def search(key, rows: int, run, clock, deadline: float) -> dict:
-    """Milliseconds of the present tile and of its neighbors, and an entry if one is faster."""
-    kernel, arch, _ = key
-    now = present(kernel, arch, rows)
-    truth = with_tile(key, now, run)
-    times, failed = {now: with_tile(key, now, lambda: clock(run))}, []
-    for tile in neighbors(now, arch):
+def copy(results) -> list:
+    """The tensors of a result; the next run may overwrite them."""
+    results = results if isinstance(results, tuple) else (results,)
+    return [t.clone() for t in results if t is not None]
+
+
+def check(found: list, truth: list) -> None:
+    """Sums in another order, of numbers rounded to bf16 once; a wrong tile is off by more."""
+    for one, true in zip(found, truth, strict=True):
+        atol = 1e-3 * float(true.double().abs().mean())
+        torch.testing.assert_close(one, true, rtol=2**-7, atol=atol)
+
+
+def tiles_to_try(key, rows: int) -> list[Tile]:
+    """The present tile, TMA's for these rows, then the neighbors of both."""
+    first = [present(*key[:2], rows)]
+    first += [tile for most, tile in _tuning.CANDIDATES.get(key, ()) if rows <= most][:1]
+    return list(dict.fromkeys([*first, *(n for tile in first for n in neighbors(tile, key[1]))]))
+
+
+def search(key, rows: int, runs: dict, clock, deadline: float) -> dict:
+    """Milliseconds of cuBLAS, of the present tile and of others, and entries that are faster."""
+    now, *others = tiles_to_try(key, rows)
+    run, times, failed = runs[TRITON], {}, []
+    truth = with_tile(key, now, lambda: copy(run()))
+    times[now] = with_tile(key, now, lambda: clock(run))
+    for tile in others:
         if time.monotonic() > deadline:
             break
         try:
-            # fp32 sums in another order; a wrong tile is off by far more.
-            torch.testing.assert_close(with_tile(key, tile, run), truth, rtol=1e-3, atol=1e-3)
+            check(with_tile(key, tile, lambda: copy(run())), truth)
             times[tile] = with_tile(key, tile, lambda: clock(run))
         except Exception as error:  # the compiler may refuse a tile in any way
-            failed.append(f"{tile}: {str(error).splitlines()[0][:120]}")
+            failed.append(f"{tile}: {(str(error).splitlines() or [''])[0][:120]}")
     best = min(times, key=times.get)
-    gain = times[now] / times[best]
+    gain, proposed, name = times[now] / times[best], [], ", ".join(map(repr, key))
+    if gain > LEAST_GAIN:
+        proposed.append(f"TABLE[{name}]: ({rows}, {best}),")
+    cublas = clock(runs[CUBLAS]) if CUBLAS in runs else None
+    if cublas is not None:
+        road = present_road(key, rows)
+        ratio = cublas / times[best]
+        if (ratio if road == CUBLAS else 1 / ratio) > LEAST_GAIN:
+            other = TRITON if road == CUBLAS else CUBLAS
+            proposed.append(f"ROADS[{name}]: ({rows}, {other!r}),")
     return {
         "key": [str(part) for part in key], "rows": rows, "present": asdict(now),
-        "ms": {str(tile): round(ms, 4) for tile, ms in times.items()}, "failed": failed,
-        # Below 3 % a second run may reverse it.
-        "proposed": f"TABLE[{kernel!r}, {arch!r}, 2]: ({rows}, {best})," if gain > 1.03 else None,
-        "gain": round(gain, 3),
+        "cublas_ms": cublas, "ms": {str(tile): round(ms, 4) for tile, ms in times.items()},
+        "failed": failed, "proposed": proposed, "gain": round(gain, 3),
     }
 
 
-def main(argv=None) -> None:
+def present_road(key, rows: int) -> str:
+    entries = _tuning.ROADS.get(key, ((_tuning.ANY_ROWS, CUBLAS),))
+    return next(road for most, road in entries if rows <= most)
+
+
+def measure(key, rows: int, dry: bool, deadline: float) -> dict:
+    """`search`, or why it failed: the cases after it are measured all the same."""
+    try:
+        runs = dict.fromkeys((CUBLAS, TRITON), lambda: torch.zeros(1))
+        runs = runs if dry else launchers(key[0], rows)
+        return search(key, rows, runs, made_up(key) if dry else _tuning.milliseconds, deadline)
+    except Exception as error:
+        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        return {"key": [str(part) for part in key], "rows": rows, "ms": {}, "failed": [text],
+                "proposed": [], "gain": None}
+
+
+def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60, help="stop after this")
     parser.add_argument("--out", type=Path, help="write what was found to this JSON file")
@@ -133,15 +176,15 @@ def main(argv=None) -> None:
         for kernel, rows in CASES:
             if time.monotonic() > deadline:
                 break
-            key = (kernel, arch, 2)
-            run = (lambda: torch.zeros(1)) if args.dry else launcher(kernel, rows)
-            clock = made_up(key) if args.dry else _tuning.milliseconds
-            found.append(search(key, rows, run, clock, deadline))
-            print(f"{kernel} sm_{arch}, {rows} rows: {len(found[-1]['ms'])} tiles, gain "
-                  f"{found[-1]['gain']}, {found[-1]['proposed'] or 'the table stays'}", flush=True)
+            found.append(measure((kernel, arch, 2), rows, args.dry, deadline))
+            case = found[-1]
+            lines = (case["proposed"] or ["the tables stay"]) if case["ms"] else case["failed"]
+            print(f"{kernel} sm_{arch}, {rows} rows: {len(case['ms'])} tiles, gain "
+                  f"{case['gain']}", *lines, sep="\n  ", flush=True)
             if args.out:
                 write_atomic(args.out, json.dumps(found, indent=1) + "\n")
     print(json.dumps({"bench": "tiles", "dry": args.dry, "found": found}))
+    return 0 if all(case["ms"] for case in found) else 1
 
 
 def made_up(key):
@@ -149,11 +192,11 @@ def made_up(key):
 
     def clock(run) -> float:
         run()
-        ((_, tile),) = _tuning.TABLE[key]
+        tile = _tuning.TABLE[key][0][1]
         return tile.rows / tile.stages
 
     return clock
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

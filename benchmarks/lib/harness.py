@@ -31,6 +31,7 @@ from bwsft.utils.threads import leave_busy_cores
 # Dense bf16 FLOP/s and bytes/s of the 80 GB cards (H200: 141 GB); a CPU's are measured.
 PEAKS = {"A100": (312e12, 2.04e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
 SLOW_SECONDS = 60
+HOLD_SECONDS = 0.1
 Step = Callable[[], Iterator[str]]
 
 
@@ -124,6 +125,30 @@ def timed(step: Step, device: torch.device) -> dict[str, float]:
     return phases
 
 
+def timed_queued(step: Step, result: Result) -> dict[str, float]:
+    """As `timed`, in the GPU's own seconds: the host queues the step while the GPU is held busy,
+    so gaps in which the GPU waits for the host don't count. Where they did (a step that
+    synchronizes, or takes the host longer than HOLD_SECONDS), the result says so."""
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    run = step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2e9 * HOLD_SECONDS))  # in cycles, of which a GPU has at most 2 GHz
+    start = before = mark()
+    marks = [(phase, mark()) for phase in run]
+    result.extra["host gaps"] = "counted" if start.query() else ""  # reached: the GPU is waiting
+    torch.cuda.synchronize()
+    phases = defaultdict(float)
+    for phase, event in marks:
+        phases[phase] += before.elapsed_time(event) / 1e3
+        before = event
+    return {**phases, "total": start.elapsed_time(before) / 1e3}
+
+
 def attempt(result: Result, function: Callable, *arguments: object) -> object:
     """function(*arguments). A failure becomes the variant's note: peers may fail in any way."""
     try:
@@ -140,13 +165,15 @@ def attempt(result: Result, function: Callable, *arguments: object) -> object:
 
 def time_interleaved(
     steps: dict[str, Step], results: dict[str, Result], device: torch.device, rounds: int,
-    warm: bool = False,
+    warm: bool = False, gaps: bool = True,
 ) -> list[tuple[Result, Step]]:
     """Rounds over all variants, so that drift of clocks and neighbors hits all alike; those that
     could be timed.
 
     Unless they are warm, a first round isn't counted. A slow variant stops after SLOW_SECONDS.
+    gaps: whether the time in which a GPU waits for the host counts, as it does for a whole step.
     """
+    queued = device.type == "cuda" and not gaps
     samples = {name: defaultdict(list) for name in steps}
     runs = [(number, name) for number in range(warm, rounds + 1) for name in steps]
     gc.collect()
@@ -156,7 +183,8 @@ def time_interleaved(
         if results[name].note or sum(times["total"]) > SLOW_SECONDS:
             continue
         gc.collect()
-        phases = attempt(results[name], timed, steps[name], device) or {}
+        how = (timed_queued, steps[name], results[name]) if queued else (timed, steps[name], device)
+        phases = attempt(results[name], *how) or {}
         for phase, seconds in phases.items():
             if number:
                 times[phase].append(seconds)

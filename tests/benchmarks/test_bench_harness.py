@@ -4,6 +4,7 @@ import json
 import time
 from argparse import Namespace
 
+import pytest
 import torch
 from lib import harness, output
 
@@ -66,6 +67,59 @@ def test_one_thread_is_timed_without_its_neighbours(monkeypatch):
     assert harness.timed(step, CPU)["total"] < 0.02
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert harness.timed(step, CPU)["total"] >= 0.05
+
+
+class Stream:
+    """A GPU that works off its queue while the host's clock runs: both in seconds."""
+
+    def __init__(self, monkeypatch):
+        self.host = self.done = 0.0
+        cuda = {"_sleep": lambda cycles: self.launch(cycles / 2e9), "synchronize": self.wait,
+                "Event": lambda enable_timing: Event(self)}
+        for name, fake in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def launch(self, seconds):
+        self.done = max(self.done, self.host) + seconds
+
+    def wait(self):
+        self.host = max(self.host, self.done)
+
+
+class Event:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def record(self):
+        self.at = max(self.stream.done, self.stream.host)
+
+    def query(self):
+        return self.stream.host >= self.at
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+def test_a_gpu_that_waits_for_the_host_is_not_slow(monkeypatch):
+    """Two kernels of 1 ms, between which the host takes 7; a step that synchronizes pays."""
+    stream = Stream(monkeypatch)
+
+    def step(synchronizes):
+        for phase in ("forward", "backward"):
+            stream.host += 0.007
+            stream.launch(0.001)
+            if synchronizes:
+                stream.wait()
+            yield phase
+
+    results = {name: harness.Result(name) for name in ("queued", "waits")}
+    steps = {"queued": lambda: step(False), "waits": lambda: step(True)}
+    harness.time_interleaved(steps, results, torch.device("cuda"), 3, gaps=False)
+    queued, waits = results.values()
+    assert queued.median_s == pytest.approx(0.002) and not queued.extra["host gaps"]
+    assert queued.phases["forward"] == queued.phases["backward"] == pytest.approx(0.001)
+    # The first wait is for what was held, the second kernel comes 7 ms later.
+    assert waits.median_s == pytest.approx(0.009) and waits.extra["host gaps"] == "counted"
 
 
 def test_cost_and_share_of_the_roofline():

@@ -2,6 +2,7 @@
 
 import json
 import time
+import zipfile
 from pathlib import Path
 
 import gpu_suite
@@ -30,7 +31,7 @@ def part(suite, name, file, seconds=20):
 
 def test_a_part_over_its_limit_keeps_what_it_printed(suite, tmp_path):
     slow = part(suite, "slow", "slow.py")
-    found = suite.run_part(slow, suite.command(slow, "", None), 2)
+    found = suite.run_part(slow, suite.command(slow, "", None), 2, tmp_path)
     assert found["status"] == "over its limit of 2 s" and found["stdout"] == "one line\n"
     assert found["seconds"] < 10
 
@@ -58,6 +59,56 @@ def test_results_are_written_after_every_part(suite, tmp_path, monkeypatch, caps
     assert str(tmp_path) not in json.dumps(last)
 
 
+def wheel(folder, name):
+    """A wheel of one module, called as its package."""
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", "ANSWER = 42\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+                                          "Requires-Dist: torch==0.1\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def test_peers_come_from_wheels_without_a_network_and_a_missing_one_stops_nothing(
+    suite, tmp_path, monkeypatch, capsys
+):
+    wheel(tmp_path / "wheels", "own_peer")
+    (tmp_path / "uses.py").write_text("import json, own_peer as p\n"
+                                      "print(json.dumps({'answer': p.ANSWER, 'at': p.__file__}))")
+    monkeypatch.setattr(suite, "PEERS", ("absent-peer==1.0", "own-peer==1.0"))
+    monkeypatch.setattr(suite, "PARTS", [
+        part(suite, "bad", "bad.py"), part(suite, "gone", "gone.py"),
+        part(suite, "uses", "uses.py"),
+    ])  # fmt: skip
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody answers there
+    argv = ["--dry", "--wheels", str(tmp_path / "wheels"), "--out", str(tmp_path / "out")]
+    assert suite.main(argv) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["failed"] == ["absent-peer==1.0", "bad", "gone"]
+    (file,) = (tmp_path / "out").glob("*_suite_dry.json")
+    absent, own, *_, uses = json.loads(file.read_text())["parts"]
+    assert "absent-peer" in absent["stderr"] and own["status"] == 0
+    assert uses["result"]["answer"] == 42 and not Path(uses["result"]["at"]).exists()
+
+
+def test_a_part_that_cannot_start_is_a_result(suite, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "PARTS", [part(suite, n, "ok.py") for n in ("first", "next")])
+    popen, calls = suite.subprocess.Popen, []
+
+    def refuses_once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError("Cannot allocate memory")
+        return popen(*args, **kwargs)
+
+    monkeypatch.setattr(suite.subprocess, "Popen", refuses_once)
+    assert suite.main(["--dry", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "first: OSError: Cannot allocate memory in 0 s\nnext: 0 in " in out
+
+
 def test_no_part_starts_when_time_is_up(suite, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(suite, "PARTS", [part(suite, "first", "ok.py")])
     assert suite.main(["--dry", "--minutes", "0.01", "--out", str(tmp_path)]) == 1
@@ -83,9 +134,10 @@ def test_neighbors_fit_and_differ():
         assert 2 * one.stages * one.depth * (one.rows + one.cols) <= 163 << 10
 
 
-def test_a_wrong_tile_and_a_broken_one_are_refused():
-    key, present = ("grad_input", 80, 2), tiles.present("grad_input", 80, 512)
-    best, wrong, broken = tiles.neighbors(present, 80)[:3]
+def test_a_wrong_tile_and_a_broken_one_are_refused_and_cublas_loses():
+    key, present = ("grad_input", 90, 2), tiles.present("grad_input", 90, 512)
+    now, best, wrong, broken, *_ = tiles.tiles_to_try(key, 512)
+    assert now == present and best.tma  # TMA's tile comes first
 
     def tile():
         return _tuning.TABLE[key][0][1]
@@ -93,16 +145,23 @@ def test_a_wrong_tile_and_a_broken_one_are_refused():
     def run():
         if tile() == broken:
             raise RuntimeError("out of resource")
-        return torch.ones(3) * (2 if tile() == wrong else 1)
+        return torch.ones(3) * (1.01 if tile() == wrong else 1)
 
-    def clock(run):
-        run()
+    def cublas():
+        raise AssertionError("timed, not run")
+
+    def clock(timed):
+        if timed is cublas:
+            return 1.5
+        timed()
         return {best: 1.0, wrong: 0.5}.get(tile(), 2.0)
 
-    before = _tuning.TABLE[key]
-    found = tiles.search(key, 512, run, clock, time.monotonic() + 60)
+    before, runs = _tuning.TABLE[key], {"cublas": cublas, "triton": run}
+    found = tiles.search(key, 512, runs, clock, time.monotonic() + 60)
     assert _tuning.TABLE[key] is before
-    assert found["gain"] == 2 and found["proposed"] == f"TABLE['grad_input', 80, 2]: (512, {best}),"
+    assert found["gain"] == 2 and found["cublas_ms"] == 1.5
+    assert found["proposed"] == [f"TABLE['grad_input', 90, 2]: (512, {best}),",
+                                 "ROADS['grad_input', 90, 2]: (512, 'triton'),"]
     assert [text.partition(":")[0] for text in found["failed"]] == [str(wrong), str(broken)]
     assert str(wrong) not in found["ms"]
 
@@ -114,15 +173,33 @@ def test_a_small_gain_proposes_nothing():
         return 1.0 if _tuning.TABLE[key][0][1] == present else 0.98
 
     def search(seconds):
-        return tiles.search(key, 512, lambda: torch.zeros(1), clock, time.monotonic() + seconds)
+        runs = dict.fromkeys(("cublas", "triton"), lambda: torch.zeros(1))
+        return tiles.search(key, 512, runs, clock, time.monotonic() + seconds)
 
     found = search(60)
-    assert found["gain"] == 1.02 and found["proposed"] is None and len(found["ms"]) > 4
+    assert found["gain"] == 1.02 and not found["proposed"] and len(found["ms"]) > 4
     assert len(search(-1)["ms"]) == 1  # the time was up
 
 
+def test_a_road_that_lost_is_proposed_away():
+    key = ("grad_input", 80, 2)
+    assert tiles.present_road(key, 512) == "triton"
+    runs = {"cublas": object(), "triton": lambda: torch.zeros(1)}
+    found = tiles.search(key, 512, runs, lambda run: 1 + (run is not runs["cublas"]), 0)
+    assert found["proposed"] == ["ROADS['grad_input', 80, 2]: (512, 'cublas'),"]
+
+
+def test_a_case_that_fails_stops_no_other(monkeypatch, capsys, tmp_path):
+    def fails(kernel, rows):
+        raise RuntimeError(f"no memory for {kernel}")
+
+    monkeypatch.setattr(tiles, "launchers", fails)
+    found = tiles.measure(("loss", 80, 2), 512, False, time.monotonic() + 60)
+    assert found["failed"] == ["RuntimeError: no memory for loss"] and not found["ms"]
+
+
 def test_dry_walks_all_cases(tmp_path, capsys):
-    tiles.main(["--dry", "--out", str(tmp_path / "tiles.json")])
+    assert tiles.main(["--dry", "--out", str(tmp_path / "tiles.json")]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(last["found"]) == 2 * len(tiles.CASES)
     assert json.loads((tmp_path / "tiles.json").read_text()) == last["found"]

@@ -1,4 +1,4 @@
-"""The tile table, the opt-in search, and the guard that makes the tensors' GPU current."""
+"""The tables of roads and tiles, the opt-in search, and the guard of the current device."""
 
 import contextlib
 import types
@@ -8,7 +8,7 @@ import torch
 from bwsft_kernels import _tuning
 from bwsft_kernels._device_triton import on_device
 
-KERNELS = ("loss", "stats", "noise", "grad_input")
+KERNELS = ("logits", "capped", "loss", "stats", "noise", "grad_input")
 
 
 def test_every_key_has_a_tile_for_every_number_of_rows():
@@ -22,6 +22,39 @@ def test_every_key_has_a_tile_for_every_number_of_rows():
             for value in (tile.rows, tile.cols, tile.depth, tile.warps):
                 assert value & (value - 1) == 0
             assert min(tile.rows, tile.cols, tile.depth) >= 16  # the least that tl.dot takes
+
+
+def test_roads_cover_any_number_of_rows_and_only_known_cards_leave_cublas():
+    for (operation, arch, size), entries in _tuning.ROADS.items():
+        assert operation in ("logits", "loss", "grad_input") and arch in (80, 90) and size == 2
+        most = [most for most, _ in entries]
+        assert most == sorted(most) and most[-1] >= 1 << 40
+        assert {road for _, road in entries} <= {"cublas", "triton"}
+
+
+def test_the_road_of_a_number_of_rows(monkeypatch):
+    roads = {("loss", 80, 2): ((100, "triton"), (_tuning.ANY_ROWS, "cublas"))}
+    monkeypatch.setattr(_tuning, "ROADS", roads)
+    monkeypatch.setattr(_tuning, "architecture", lambda device: 80)
+    tensor, device = torch.empty(1, dtype=torch.float16), torch.device("cpu")
+    for rows, possible in ((100, {"triton"}), (101, {"triton", "cublas"})):
+        assert _tuning.tuned_road("loss", tensor, rows, {}) == sorted(possible)[0]
+        assert _tuning.possible_roads("loss", torch.float16, rows, device) == possible
+    assert _tuning.tuned_road("loss", tensor.float(), 1, {}) == "cublas"
+    assert _tuning.possible_roads("logits", torch.float16, 1, device) == {"cublas"}
+    monkeypatch.setenv("BWSFT_AUTOTUNE", "1")
+    assert _tuning.possible_roads("logits", torch.float16, 1, device) == {"cublas", "triton"}
+
+
+def test_search_of_a_road(monkeypatch, capsys):
+    monkeypatch.setenv("BWSFT_AUTOTUNE", "1")
+    monkeypatch.setattr(_tuning, "_found", {})
+    monkeypatch.setattr(_tuning, "milliseconds", lambda run: run())
+    tensor = torch.empty(1, dtype=torch.float16)
+    for rows in (300, 512):
+        runs = {"cublas": lambda: 2.0, "triton": lambda: 1.0}
+        assert _tuning.tuned_road("grad_input", tensor, rows, runs) == "triton"
+    assert capsys.readouterr().out == "ROADS['grad_input', 'safe', 2]: (512, 'triton'),\n"
 
 
 @pytest.mark.parametrize("rows, tile_rows", [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
@@ -58,8 +91,43 @@ def test_search_prints_an_entry_to_paste_and_runs_once_per_bucket(monkeypatch, c
         assert tile == _tuning.Tile(64, 128, 64, 4, 4)
     assert len(launched) == 4
     assert capsys.readouterr().out == (
-        "TABLE['stats', 80, 2]: (128, Tile(rows=64, cols=128, depth=64, warps=4, stages=4)),\n"
+        "TABLE['stats', 80, 2]: (128, Tile(rows=64, cols=128, depth=64, warps=4, stages=4, "
+        "tma=False)),\n"
     )
+
+
+def test_tiles_are_timed_without_the_gaps_between_launches(monkeypatch):
+    """A graph of ten runs, behind a replay that isn't timed; two runs compile and warm up."""
+    log, clock = [], types.SimpleNamespace(now=0.0)
+
+    class Graph:
+        def replay(self):
+            log.append("replay")
+            clock.now += 10 * 0.25
+
+    class Event:
+        def record(self):
+            log.append("event")
+            self.at = clock.now
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    @contextlib.contextmanager
+    def graph(which, capture_error_mode):
+        log.append("capture")
+        yield
+        log.append("captured")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    assert _tuning.milliseconds(lambda: log.append("run"), repeats=10) == 0.25
+    assert log[:14] == ["run", "run", "capture", *["run"] * 10, "captured"]
+    assert log[14:] == 5 * ["replay", "event", "replay", "event"]
 
 
 def test_launches_happen_on_the_device_of_the_tensor(monkeypatch):

@@ -19,7 +19,10 @@ CACHE_BYTES, SHARED_BYTES = 1 << 19, 64 << 20
 NEVER = -3.0e38  # a logit whose probability is 0; -inf would make NaN of a row without others
 
 
-def row_bytes(vocabulary: int, dtype: torch.dtype, rows: int, device: torch.device) -> int:
+def row_bytes(
+    vocabulary: int, dtype: torch.dtype, rows: int, device: torch.device, softcap: float | None,
+    smooth: bool,
+) -> int:
     """Bytes of scratch that one row of `loss_and_grad` takes."""
     return vocabulary * dtype.itemsize
 
@@ -30,13 +33,12 @@ def loss_and_grad(
     row_weight: Tensor,  # [N] fp32 (fp64 for fp64)
     smoothing: Tensor | float,  # [N] as row_weight
     softcap: float | None, excluded_id: int | None,
-    scratch: Tensor,  # uint8, N * row_bytes
+    scratch: Tensor,  # uint8 [N or more, row_bytes]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N], [N, V], [N]
-    """(unweighted loss, 0 where row_weight is; g in the dtype of x; s): g * s[:, None] is row_weight
-    times the gradient of the logits. g lies in `scratch`."""
+    """(unweighted loss, 0 where row_weight is; g in the dtype of x, which lies in `scratch`; s): g *
+    s[:, None] is row_weight times the gradient of the logits."""
     size, vocabulary = len(x), len(weight)
-    used = size * vocabulary * x.dtype.itemsize
-    logits = scratch[:used].view(x.dtype).view(size, vocabulary)
+    logits = scratch[:size].view(x.dtype)
     if bias is None:
         torch.mm(x, weight.t(), out=logits)
     else:

@@ -35,7 +35,7 @@ def _first_max(values, AXIS: tl.constexpr):
     return first, tl.min(tl.where(same, index, values.shape[AXIS]), axis=AXIS)
 
 
-@triton.jit(do_not_specialize=["N"])  # rows come in any number; compile once
+@triton.jit(do_not_specialize=["N", "V"])  # rows come in any number; compile once
 def _head_stats_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, noise_ptr,  # [N, D], [V, D], [V], [5, N]
     partial_ptr, token_ptr,  # [P, SLOTS, N], [P, N]
@@ -83,7 +83,7 @@ def _head_stats_fwd_kernel(
     tl.store(token_ptr + tile.to(tl.int64) * N + rows, tile * BLOCK_V + index, mask=row_in)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "P"])
 def _head_stats_merge_kernel(
     partial_ptr, part_token_ptr,  # [P, SLOTS, N], [P, N]
     token_ptr, numbers_ptr,  # [N], [3, N]

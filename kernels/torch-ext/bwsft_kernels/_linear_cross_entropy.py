@@ -8,8 +8,6 @@ each row's upstream gradient must be known before the projection.
 Letters: T rows of the input, N supervised rows, D hidden size, V vocabulary.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -67,7 +65,7 @@ def linear_cross_entropy(
     tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
     loss, *_ = _linear_cross_entropy(
         *tensors, target.reshape(-1), per_row(row_weight, "row_weight", target, wide), smoothing,
-        reduction, 0.0 if smoothing is not None else float(label_smoothing),
+        reduction, 1.0 if smoothing is not None else float(label_smoothing),
         -100 if ignore_index is None else ignore_index, softcap, excluded_id, num_rows,
         chunk_bytes, impl, dtype, [tracked(tensor) for tensor in tensors])
     return loss.view(target.shape) if reduction == "none" else loss

@@ -12,7 +12,6 @@ from torch import Tensor
 from ._dispatch import check_float, check_impl, require, triton_implementation
 from ._matmul import autocast_dtype
 
-
 # Logits at a time where the caller doesn't say. On a CPU few enough that pages are touched once and
 # used again; a trained head wants fewer chunks, each of which is added to its gradient in fp32.
 GPU_BYTES, CPU_BYTES, CPU_LOGITS = 512 << 20, 128 << 20, 32 << 20
@@ -23,7 +22,7 @@ class LossOptions:
     """What the loop over the chunks needs to know beside tensors."""
 
     reduction: str = "sum"
-    smooth: float = 0.0  # label smoothing of all rows, where it is no tensor
+    smooth: float = 0.0  # label smoothing of all rows; where a tensor has it, any number but 0
     ignore_index: int = -100
     softcap: float | None = None
     excluded_id: int | None = None

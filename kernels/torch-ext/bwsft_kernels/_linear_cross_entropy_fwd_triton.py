@@ -1,79 +1,87 @@
-"""Cross-entropy of a linear head without gradient and without logits in memory.
+"""The fused loss on a GPU: logits of some rows, their loss, and the logits' gradient.
 
-As in _linear_argmax_triton.py: one tile of logits per program, tiles merged in a fixed order.
-Letters: N supervised rows, D hidden size, V vocabulary, P vocabulary tiles.
+Two roads, by _tuning.ROADS, with the same results but for the order of sums:
+- "cublas": fp32 logits in scratch, then a row kernel that writes the gradient over them.
+- "triton": a product whose epilogue has the fp32 accumulators. It keeps exp(z - top of this row in
+  this tile) in the matmul's dtype, which is off by 2^-9 of itself in bf16 for any size of z, where
+  z rounded to bf16 would be off by a factor e^(2^-9 z), and fp32 partial sums. A row kernel merges
+  the sums in a fixed order and turns the exponentials into the gradient in one pass. Without a
+  gradient nothing but the partial sums is stored.
+Either way the loss comes from fp32 accumulators. No locks, no atomics: the same bits in every run.
+Letters: N rows, D hidden size, V vocabulary, W = V rounded up to 64, so that every access to a row
+is a 16-byte vector at any V, P vocabulary tiles.
 """
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device_triton import join_sums, logits_tile, on_device
-from ._tuning import Tile, tuned
+from ._cross_entropy_triton import SLOTS, cross_entropy_rows, merge_rows, piece_sums
+from ._device_triton import close, logits_tile, on_device
+from ._matmul import plan_chunks
+from ._matmul_hopper_triton import fits_tma, logits_parts
+from ._tuning import CUBLAS, TRITON, Tile, fewest_cols, possible_roads, tuned, tuned_road
+from ._wide_product import wide_product
 
-MERGE_TILES = 128
-MERGE_ROWS = 8
+# fp16 ends at 6e-8: exponentials, at most 1, start at 2^15, so that 2e-12 is still there.
+E_SCALES = {torch.float16: 2.0**15, torch.bfloat16: 1.0, torch.float32: 1.0}
 
 
-@triton.jit(do_not_specialize=["N"])
-def _head_loss_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, target_ptr,  # [N, D], [V, D], [V], [N]
-    picked_ptr, partial_ptr,  # [N] logit of the target, [P, 3, N]
-    N, V, D, stride_x, stride_w,
-    EXCLUDED: tl.constexpr, CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr, EVEN_D: tl.constexpr,
+@triton.jit(do_not_specialize=["N", "V", "P"])  # the same code at any vocabulary
+def _logits_fwd_kernel(
+    x_ptr, w_ptr, bias_ptr, target_ptr,  # [N, D], [V, D], [W], [N]
+    e_ptr, part_ptr,  # [N, W], [N, SLOTS * P + 1]
+    N, V, W, D, P, stride_x, stride_w, stride_e, stride_part,
+    EXCLUDED: tl.constexpr, CAP: tl.constexpr, E_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, WANT_GRAD: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     tile, rows, cols, logits = logits_tile(
         x_ptr, w_ptr, bias_ptr, N, V, D, stride_x, stride_w,
-        CAP, HAS_BIAS, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
-    row_in = rows < N
-    target = tl.load(target_ptr + rows, mask=row_in, other=-1).to(tl.int32)
-    # One tile owns the target's column; cols past V never match, targets lie in [0, V).
-    is_target = cols[None, :] == target[:, None]
-    picked = tl.sum(tl.where(is_target, logits, 0.0), axis=1)
-    owner = (target >= tile * BLOCK_V) & (target < tile * BLOCK_V + BLOCK_V)
-    tl.store(picked_ptr + rows, picked, mask=row_in & owner)
-
-    out = partial_ptr + tile.to(tl.int64) * 3 * N + rows
-    allowed = (cols < V) & (cols != EXCLUDED)
-    if HAS_SMOOTHING:
-        plain_sum = tl.sum(tl.where(allowed[None, :], logits, 0.0), axis=1)
-        tl.store(out + 2 * N, plain_sum, mask=row_in)
-    logits = tl.where(allowed[None, :], logits, float("-inf"))
-    # Finite, so that a tile without any allowed column sums to exp(-inf) = 0 and not to NaN.
-    top = tl.maximum(tl.max(logits, axis=1), -3.0e38)
-    tl.store(out, top, mask=row_in)
-    tl.store(out + N, tl.sum(tl.exp(logits - top[:, None]), axis=1), mask=row_in)
+        0.0, False, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
+    e = piece_sums(
+        logits, bias_ptr, target_ptr, part_ptr, rows, cols, tile, N, V, W, P, stride_part,
+        EXCLUDED, CAP, HAS_BIAS, HAS_SMOOTHING, WANT_GRAD, BLOCK_V)
+    if WANT_GRAD:
+        e_rows = e_ptr + rows.to(tl.int64)[:, None] * stride_e
+        kept = (e * E_SCALE).to(e_ptr.dtype.element_ty)
+        tl.store(e_rows + cols[None, :], kept, mask=(rows < N)[:, None] & (cols < W)[None, :])
 
 
-@triton.jit(do_not_specialize=["N"])
-def _head_loss_merge_kernel(
-    partial_ptr, picked_ptr, smoothing_ptr, loss_ptr,  # [P, 3, N], then [N]
-    N, P, classes,
-    HAS_SMOOTHING: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_in = rows < N
-    top = tl.full((BLOCK_N,), -3.0e38, tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    plain_sum = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, P, BLOCK_P):
-        tiles = start + tl.arange(0, BLOCK_P)
-        inside = (tiles < P)[:, None] & row_in[None, :]
-        part = partial_ptr + tiles.to(tl.int64)[:, None] * 3 * N + rows[None, :]
-        tops = tl.load(part, mask=inside, other=-3.0e38)
-        sums = tl.load(part + N, mask=inside, other=0.0)
-        top, total, _ = join_sums(top, total, total, tops, sums, sums)
-        if HAS_SMOOTHING:
-            plain_sum += tl.sum(tl.load(part + 2 * N, mask=inside, other=0.0), axis=0)
-    picked = tl.load(picked_ptr + rows, mask=row_in, other=0.0)
-    loss = tl.log(tl.where(row_in, total, 1.0)) - (picked - top)
-    if HAS_SMOOTHING:
-        smoothing = tl.load(smoothing_ptr + rows, mask=row_in, other=0.0)
-        loss += smoothing * (picked - plain_sum / classes)
-    tl.store(loss_ptr + rows, loss, mask=row_in)
+def row_bytes(
+    vocabulary: int, dtype: torch.dtype, rows: int, device: torch.device,
+    softcap: float | None = None, smooth: bool = False,
+) -> int:
+    """Bytes of scratch that a row takes in `loss_and_grad`, called with up to `rows` of them."""
+    roads = possible_roads("logits", dtype, rows, device)
+    if _needs_logits(softcap, smooth):
+        roads = {CUBLAS}
+    return max(_row_bytes(vocabulary, dtype, device, road, True) for road in roads)
+
+
+def loss_and_grad(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    target: Tensor,  # [N] in [0, V)
+    row_weight: Tensor, smoothing: Tensor | float,  # [N] fp32
+    softcap: float | None, excluded_id: int | None,
+    scratch: Tensor,  # uint8 [N or more, row_bytes or more], 16-byte aligned
+) -> tuple[Tensor, Tensor, None]:  # [N] fp32, [N, W]
+    """(unweighted loss, 0 where row_weight is; row_weight * d loss / d logits, in x's dtype, 0 in
+    columns from V on; None: g is scaled). The gradient of a row begins where its scratch does."""
+    size, smooth = len(x), isinstance(smoothing, Tensor) or smoothing != 0
+    need = size, row_bytes(len(weight), x.dtype, size, x.device, softcap, smooth)
+    if any(there < least for there, least in zip(scratch.shape, need, strict=True)):
+        raise ValueError(f"scratch must be {list(need)} or more, not {list(scratch.shape)}")
+    head, smoothing = _prepare(x, weight, bias, smoothing)
+    rows = target.contiguous(), row_weight.contiguous(), smoothing, softcap, excluded_id
+    runs = {road: partial(run, *head, *rows, scratch) for road, run in _RUNS.items()}
+    road = CUBLAS
+    if size and not _needs_logits(softcap, smooth):
+        road = tuned_road("logits", x, size, runs)
+    return *runs[road](), None
 
 
 def head_loss(
@@ -81,36 +89,124 @@ def head_loss(
     target: Tensor,  # [N] in [0, V)
     smoothing: Tensor | float,  # [N] fp32
     softcap: float | None, excluded_id: int | None,
+    chunk_bytes: int,  # most bytes of partial sums or logits at a time
 ) -> Tensor:  # [N] fp32
-    """The sums of _cross_entropy_torch.py, from unrounded fp32 logits."""
-    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    (size, hidden), vocabulary = x.shape, len(weight)
-    loss = torch.empty(size, dtype=torch.float32, device=x.device)
-    if size == 0:
-        return loss
-    has_smoothing = isinstance(smoothing, Tensor) or smoothing != 0
-    if has_smoothing and not isinstance(smoothing, Tensor):
-        smoothing = torch.full_like(loss, smoothing)
-    excluded = -1 if excluded_id is None else excluded_id
+    """The loss of `loss_and_grad`, without weights and without the gradient."""
+    (x, *head), smoothing = _prepare(x, weight, bias, smoothing)
+    target = target.contiguous()
 
-    def launch(tile: Tile) -> None:
-        tiles = triton.cdiv(vocabulary, tile.cols)
-        partial, picked = loss.new_empty(tiles, 3, size), torch.empty_like(loss)
-        _head_loss_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
-            x, weight, x if bias is None else bias, target.contiguous(), picked, partial,
-            size, vocabulary, hidden, x.stride(0), weight.stride(0),
-            EXCLUDED=excluded, CAP=0.0 if softcap is None else softcap,
-            HAS_BIAS=bias is not None, HAS_SMOOTHING=has_smoothing,
-            EVEN_D=hidden % tile.depth == 0,
-            BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+    def sweep(road: str) -> Tensor:
+        loss = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        need = _row_bytes(len(weight), x.dtype, x.device, road, False)
+        chunks = plan_chunks(len(x), need, chunk_bytes)
+        scratch = loss.new_empty(chunks[0][1] if chunks else 0, need, dtype=torch.uint8)
+        for start, stop in chunks:
+            part = slice(start, stop)
+            smooth = None if smoothing is None else smoothing[part]
+            rows = target[part], None, smooth, softcap, excluded_id
+            loss[part], _ = _RUNS[road](x[part], *head, *rows, scratch)
+        return loss
+
+    runs = {road: partial(sweep, road) for road in _RUNS}
+    return runs[tuned_road("loss", x, len(x), runs)]()
+
+
+def by_cublas(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [W]
+    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [N]
+    softcap: float | None, excluded_id: int | None,
+    scratch: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """`loss_and_grad` by fp32 logits; without row_weight the loss alone."""
+    (size, _), vocabulary, width = x.shape, len(weight), _width(len(weight))
+    scratch = scratch[:size]
+    logits = scratch.view(torch.float32)[:, :width]
+    wide_product(x, weight.t(), logits[:, :vocabulary])
+    grad = None if row_weight is None else scratch.view(x.dtype)[:, :width]
+    loss = cross_entropy_rows(
+        logits, bias, grad, vocabulary, target, row_weight, smoothing, softcap, excluded_id)
+    return loss, grad
+
+
+def by_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [W]
+    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [N]
+    softcap: float | None, excluded_id: int | None,
+    scratch: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """`loss_and_grad` by exponentials of tiles; without row_weight the loss alone."""
+    (size, hidden), vocabulary, width = x.shape, len(weight), _width(len(weight))
+    want_grad = row_weight is not None
+    kernel = "capped" if softcap is not None else "logits" if want_grad else "loss"
+    options = dict(
+        EXCLUDED=-1 if excluded_id is None else excluded_id,
+        CAP=0.0 if softcap is None else softcap, E_SCALE=E_SCALES[x.dtype],
+        HAS_BIAS=bias is not None, HAS_SMOOTHING=smoothing is not None, WANT_GRAD=want_grad,
+    )  # fmt: skip
+
+    def launch(tile: Tile) -> tuple[Tensor, Tensor | None]:
+        buffer, e_bytes = scratch[:size], width * x.element_size() if want_grad else 0
+        end = e_bytes + _part_bytes(vocabulary, tile.part_cols)
+        parts = buffer.view(torch.float32)[:, e_bytes // 4 : end // 4]
+        e = buffer.view(x.dtype)[:, :width] if want_grad else None
+        if tile.tma:
+            logits_parts(x, weight, bias, target, e, parts, tile, options)
+        else:
+            tiles = triton.cdiv(vocabulary, tile.cols)
+            _logits_fwd_kernel[(tiles * triton.cdiv(size, tile.rows),)](
+                x, weight, x if bias is None else bias, target, parts if e is None else e, parts,
+                size, vocabulary, width, hidden, tiles, x.stride(0), weight.stride(0),
+                0 if e is None else e.stride(0), parts.stride(0), **options,
+                EVEN_D=hidden % tile.depth == 0,
+                BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.depth,
+                num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            )
+        loss = merge_rows(
+            e, parts, vocabulary, tile.part_cols, E_SCALES[x.dtype],
+            target, row_weight, smoothing, softcap, excluded_id,
         )
-        _head_loss_merge_kernel[(triton.cdiv(size, MERGE_ROWS),)](
-            partial, picked, smoothing.contiguous() if has_smoothing else loss, loss,
-            size, tiles, float(vocabulary - (excluded >= 0)), HAS_SMOOTHING=has_smoothing,
-            BLOCK_P=MERGE_TILES, BLOCK_N=MERGE_ROWS, num_warps=4, enable_fp_fusion=True,
-        )
+        return loss, e
 
     with on_device(x):
-        launch(tuned("loss", x, size, launch))
-    return loss
+        return launch(tuned(kernel, x, size, launch, fits_tma(x, weight)))
+
+
+_RUNS = {CUBLAS: by_cublas, TRITON: by_triton}
+
+
+def _needs_logits(softcap: float | None, smooth: bool) -> bool:
+    """Soft-cap and smoothing together: their gradient needs exponential and slope of each logit,
+    and a tile keeps one number, their product."""
+    return softcap is not None and smooth
+
+
+def _width(vocabulary: int) -> int:
+    return triton.cdiv(vocabulary, 64) * 64
+
+
+def _part_bytes(vocabulary: int, part_cols: int) -> int:
+    """Of the fp32 [SLOTS * P + 1] of a row, rounded up: Triton must know that 16 numbers divide the
+    strides of rows, or it loads one number at a time."""
+    return triton.cdiv(SLOTS.value * triton.cdiv(vocabulary, part_cols) + 1, 32) * 128
+
+
+def _row_bytes(
+    vocabulary: int, dtype: torch.dtype, device: torch.device, road: str, want_grad: bool
+) -> int:
+    if road == CUBLAS:
+        return _width(vocabulary) * 4
+    cols = fewest_cols(("logits" if want_grad else "loss", "capped"), dtype, device)
+    return (_width(vocabulary) * dtype.itemsize if want_grad else 0) + _part_bytes(vocabulary, cols)
+
+
+def _prepare(
+    x: Tensor, weight: Tensor, bias: Tensor | None, smoothing: Tensor | float
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor | None]:
+    """((x, weight, bias [W]), smoothing [N] or None), laid out as the kernels want them."""
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias, (0, _width(len(weight)) - len(weight)))
+    if isinstance(smoothing, Tensor):
+        smoothing = smoothing.contiguous()
+    else:
+        smoothing = x.new_full((len(x),), smoothing, dtype=torch.float32) if smoothing else None
+    return (close(x), close(weight), bias), smoothing

@@ -75,7 +75,7 @@ def sweep(
         if need_bias:
             grad_bias = empty.new_zeros(vocabulary)
         scratch = torch.empty(
-            chunks[0][1] * per_row if chunks else 0, dtype=torch.uint8, device=x.device)
+            chunks[0][1] if chunks else 0, per_row, dtype=torch.uint8, device=x.device)
         row_weight, factor = _fit_range(rows.weight, options.dtype)
         parts = []  # (loss, grad_x, scale) of each chunk
         for start, stop in chunks:
@@ -99,9 +99,9 @@ def sweep(
         for grad in (grad_x, grad_bias, total, scale):
             if grad is not None:
                 grad *= factor
-    if total is not None:
-        scratch = total.view(torch.uint8).view(-1)
-    head = scratch if need_weight else None
+    head = None
+    if need_weight:
+        head = (scratch if total is None else total.view(torch.uint8)).view(-1)
     return loss, Swept(rows.index, grad_x if need_x else None, scale, head, grad_bias)
 
 
@@ -144,7 +144,7 @@ def _grad_weight(
         return torch.mul(total, upstream, out=out)
     if not chunks:
         return torch.zeros_like(weight)
-    g = swept.head.view(options.dtype).view(len(x), -1)[:, : len(weight)]
+    g = swept.head.view(len(x), per_row).view(options.dtype)[:, : len(weight)]
     (x,) = _cast(options.dtype, x)
     if options.dtype == torch.float16:  # sums of many rows can exceed 65504 before they are scaled
         return (product(g.t(), x) * (swept.scale[0] * upstream)).to(weight.dtype)
@@ -180,7 +180,8 @@ def _plan(
 ) -> tuple[int, list[tuple[int, int]]]:
     """(scratch bytes of a row, chunks of rows); trained: the head gets a gradient."""
     road, device = _road(options.impl, weight), weight.device
-    per_row = road.row_bytes(len(weight), options.dtype, size, device)
+    per_row = road.row_bytes(
+        len(weight), options.dtype, size, device, options.softcap, options.smooth != 0)
     return per_row, plan_chunks(size, per_row, options.budget(device, trained))
 
 

@@ -27,7 +27,7 @@ from bwsft_kernels._device_triton import (
     soft_cap,
 )
 from bwsft_kernels.philox import gumbel, gumbel_key, gumbel_u24
-from kernel_cases import PHILOX
+from kernel_cases import PHILOX, ROADS, taking
 from triton.runtime.interpreter import InterpretedFunction
 
 
@@ -182,9 +182,11 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
         monkeypatch.setattr(module, "on_device", guard)
     monkeypatch.setattr(InterpretedFunction, "run", checked_run)
     x, head, target = torch.randn(3, 8, requires_grad=True), torch.randn(40, 8), torch.arange(3)
-    linear_cross_entropy(x, head, target, impl="triton")
-    with torch.no_grad():
-        linear_cross_entropy(x, head, target, impl="triton")
+    for road in ROADS:
+        with taking(road):
+            linear_cross_entropy(x, head, target, impl="triton")
+            with torch.no_grad():
+                linear_cross_entropy(x, head, target, impl="triton")
     linear_argmax(x, head, impl="triton")
     block_mask(target[None], [1], [2], MaskSpec(2, 39), impl="triton")
     rms_norm(x, torch.ones(8), 1e-5, impl="triton").sum().backward()

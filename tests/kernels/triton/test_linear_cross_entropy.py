@@ -6,10 +6,15 @@ roundings. bf16, which the interpreter multiplies wrongly, comes as fp32 numbers
 
 import pytest
 import torch
-from bwsft_kernels import _linear_cross_entropy_fwd_triton, linear_cross_entropy, reference
+from bwsft_kernels import (
+    _cross_entropy_triton,
+    _linear_cross_entropy_fwd_triton,
+    linear_cross_entropy,
+    reference,
+)
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from kernel_cases import EPS
+from kernel_cases import EPS, ROADS, taking
 from kernel_cases import head_problem as problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # soft-cap: 1 - 2 / exp(inf) is meant
@@ -18,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # soft-cap: 1 - 2 / 
 @pytest.fixture(autouse=True)
 def several_rounds(monkeypatch):
     """Tiles are merged two at a time, so that small vocabularies take several rounds."""
-    monkeypatch.setattr(_linear_cross_entropy_fwd_triton, "MERGE_TILES", 2)
+    monkeypatch.setattr(_cross_entropy_triton, "MERGE_TILES", 2)
 
 
 def run(impl, x, weight, bias, target, upstream, backwards=1, **options):
@@ -94,25 +99,32 @@ def cases(draw, sizes, vocabularies, depths):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(case=cases([0, 1, 2, 31, 33], [2, 63, 64, 507], [1, 5, 33]))
-def test_against_float64(assert_no_worse, case):
-    check(assert_no_worse, *case[0], **case[1])
+@given(case=cases([0, 1, 2, 31, 33], [2, 63, 64, 507], [1, 5, 33]), road=st.sampled_from(ROADS))
+def test_against_float64(assert_no_worse, case, road):
+    with taking(road):
+        check(assert_no_worse, *case[0], **case[1])
 
 
 @pytest.mark.slow
 @settings(max_examples=250, deadline=None, phases=[Phase.generate])
-@given(case=cases([0, 1, 2, 31, 32, 33], [2, 63, 64, 507, 4096], [1, 5, 33, 64, 100]))
-def test_against_float64_many(assert_no_worse, case):
-    check(assert_no_worse, *case[0], **case[1])
+@given(
+    case=cases([0, 1, 2, 31, 32, 33], [2, 63, 64, 507, 4096], [1, 5, 33, 64, 100]),
+    road=st.sampled_from(ROADS),
+)
+def test_against_float64_many(assert_no_worse, case, road):
+    with taking(road):
+        check(assert_no_worse, *case[0], **case[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(513, 63, 16), (513, 507, 5), (2, 50257, 8)])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_large_shapes(assert_no_worse, shape, dtype):
+@pytest.mark.parametrize("road", ROADS)
+def test_large_shapes(assert_no_worse, shape, dtype, road):
     x, weight, bias, target = problem(*shape, 0, dtype)
     upstream = torch.randn(shape[0], generator=torch.Generator().manual_seed(0))
-    check(assert_no_worse, x, weight, bias, target, upstream, reduction="none", softcap=20.0)
+    with taking(road):
+        check(assert_no_worse, x, weight, bias, target, upstream, reduction="none", softcap=20.0)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +151,7 @@ def test_inside_autocast():
         results = [run(impl, x, weight, None, target, upstream) for impl in ("triton", "torch")]
     assert results[0][0].dtype == results[0][1].dtype == torch.float32
     for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(one, two, rtol=2e-3, atol=5e-4)  # torch rounds logits
 
 
 def test_chunks_and_a_host_count_change_nothing():
