@@ -43,8 +43,8 @@ def operator(
         setup_context(ctx, args, out)
         return out
 
-    # The second one is torch's form for func.grad, and 13 us slower. What Function.apply does before
-    # its base class's is for func.grad too, and takes a third of its time.
+    # The second one is torch's form for func.grad, and 13 us slower. What Function.apply does
+    # before its base class's is for func.grad too, and takes a third of its time.
     eager = _function(name, forward=forward, backward=backward)
     apply = super(torch.autograd.Function, eager).apply
     transformed = _function(
