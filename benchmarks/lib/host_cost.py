@@ -13,7 +13,7 @@ from unittest import mock
 
 import bwsft_kernels
 import torch
-from bwsft_kernels import _dispatch
+from bwsft_kernels import _dispatch, torch_ops
 from lib import harness, output
 from lib.launches import left_out
 from torch import Tensor
@@ -58,7 +58,9 @@ def host_cost(rounds: int) -> output.Point:
             back = partial(torch.autograd.grad, out, leaves, upstream, retain_graph=True)
             with torch.no_grad():
                 alone = microseconds(run, rounds)
+            plain = partial(getattr(torch_ops, function.__name__), *arguments)
             extra = {"us without gradients": alone, "us with gradients": microseconds(run, rounds),
-                     "us of backward": microseconds(back, rounds)}
+                     "us of backward": microseconds(back, rounds),
+                     "us with gradients in torch": microseconds(plain, rounds)}
             results.append(harness.Result(name, extra=extra))
     return {"part": "host time of a call"}, results

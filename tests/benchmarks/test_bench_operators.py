@@ -137,6 +137,5 @@ def test_last_line_and_file(capsys, tmp_path, monkeypatch):
     ]
     assert [r["name"] for r in host["results"]] == [
         "rms_norm", "rms_norm of a sum", "rotary", "swiglu"]
-    assert all(set(r["extra"]) == {"us without gradients", "us with gradients", "us of backward"}
-               and min(r["extra"].values()) > 0 for r in host["results"])
+    assert all(len(r["extra"]) == 4 and min(r["extra"].values()) > 0 for r in host["results"])
     assert lora["settings"]["part"] == "LoRA linear"
