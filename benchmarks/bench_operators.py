@@ -9,8 +9,9 @@ one CUDA graph (bwsft/decoding/cuda_graphs.py), counted as one. On a narrow bf16
 width launches nothing; a fused call counts as what its launcher launches, views and allocations as
 nothing (launches.py). A layer of --size and the operations alone are timed too; on a CPU, where
 fused runs in torch and is off by default, that shows what its own backward costs. The gate compares
-a layer's numbers with float64. The last table is why LoRA's products are left to peft: autograd
-keeps X A and dY B' already, so the FLOPs are the least.
+a layer's numbers with float64. Host time: what a call of a fused operation costs the host that
+launches it, measured with the launches left out. The last table is why LoRA's products are left to
+peft: autograd keeps X A and dY B' already, so the FLOPs are the least.
 """
 
 from argparse import Namespace
@@ -21,6 +22,7 @@ import bwsft_kernels
 import torch
 from bwsft_kernels import torch_ops
 from lib import harness, output, shapes
+from lib.host_cost import host_cost
 from lib.launches import Launches, fused_launches
 from lib.small_counts import counted_points, lora_linear
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -219,6 +221,7 @@ def measured(args: Namespace) -> Iterator[output.Point]:
     yield timed_layer(args)
     if not args.count_only:
         yield timed_operations(args)
+        yield host_cost(10 * args.rounds)
     yield from counted_points(args.layers)
     yield lora_linear()
 

@@ -14,6 +14,7 @@ from bwsft_kernels import (
     _rms_norm,
     _rms_norm_triton,
     _rotary_triton,
+    _select_rows_triton,
     _swiglu_triton,
     _tuning,
 )
@@ -108,6 +109,25 @@ def _swiglu(dtype, full: bool):
         _swiglu_triton.swiglu_fwd(gate, gate)
 
 
+def _philox(full: bool):
+    place = torch.arange(ROWS)
+    sample = place[:LENGTH, None] if full else 7
+    shape = torch.broadcast_shapes(place.shape, sample.shape if full else ())
+    dtype = torch.float32 if full else torch.int64
+    _philox_triton.u24(place, 0, sample, shape, place.device, 3, (1 << 31, 5), dtype)
+
+
+def _gumbel_rows():
+    place = torch.arange(ROWS)
+    _philox_triton.gumbel_rows(place, place, place, 7, (1 << 31, 5))
+
+
+def _select_rows(full: bool):
+    target, weight = torch.zeros(ROWS, dtype=torch.int64), torch.empty(ROWS) if full else None
+    excluded = V - 1 if full else None
+    _select_rows_triton.launch(target, weight, -100, V, excluded, full, ROWS, compact=not full)
+
+
 def _small(dtype, full: bool):
     """The operations between the matmuls, which have one tile each."""
     for hidden in (HEAD, D, _rms_norm.MOST_D):
@@ -140,10 +160,15 @@ def _with_tile(key: tuple, tile: _tuning.Tile, launch):
 
 def cases(table, dtype=torch.bfloat16, variants=("plain", "all options")):
     """(name, variant, tile, launch) of everything shipped for a chip; `table`: its key in TABLE."""
+    if dtype == torch.bfloat16:
+        yield "gumbel_rows", "plain", f"{_philox_triton.BLOCK} rows", _gumbel_rows
     for variant in variants:
         full = variant == "all options"
         if dtype == torch.bfloat16:
             yield "block_mask", variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
+            yield "philox", variant, f"{_philox_triton.BLOCK} numbers", partial(_philox, full)
+            rows = f"{_select_rows_triton.BLOCK_T} rows"
+            yield "select_rows", variant, rows, partial(_select_rows, full)
         for name, shape, launch in _small(dtype, full):
             yield name, variant, shape, launch
         for vocabulary in VOCABULARIES:

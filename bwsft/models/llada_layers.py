@@ -30,8 +30,8 @@ def _triton_is_there() -> bool:
 def small_ops(choice: str, x: Tensor) -> ModuleType:
     """The module to take rms_norm, rotary and swiglu from: ``bwsft_kernels`` fuses them ("on"), its
     ``torch_ops`` do not ("off"). "auto" fuses on CUDA where triton is installed, but not under
-    torch.compile and export: they fuse plain torch themselves, and each of these functions would
-    break their graph."""
+    torch.compile and export, which fuse plain torch themselves, with what stands around it; an
+    operator of ours they would take whole."""
     if choice == "auto":
         fuse = not torch.compiler.is_compiling() and x.is_cuda and _triton_is_there()
     else:

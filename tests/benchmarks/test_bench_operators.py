@@ -130,9 +130,12 @@ def test_last_line_and_file(capsys, tmp_path, monkeypatch):
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["bench"] == "operators" and set(last["variants"]) == {"naive", "fused"}
     assert set(last["variants"]["fused"]) == {"median_s", "tokens_per_s", "flops", "operators"}
-    layer, alone, lora = json.loads(file.read_text())["points"]
+    layer, alone, host, lora = json.loads(file.read_text())["points"]
     assert set(layer["results"][0]["phases"]) == {"forward", "backward", "total"}
     assert [r["name"] for r in alone["results"]] == [
         f"{name}_{kind}" for name in ("rms_norm", "rotary", "swiglu") for kind in ("naive", "fused")
     ]
+    assert [r["name"] for r in host["results"]] == [
+        "rms_norm", "rms_norm of a sum", "rotary", "swiglu"]
+    assert all(len(r["extra"]) == 4 and min(r["extra"].values()) > 0 for r in host["results"])
     assert lora["settings"]["part"] == "LoRA linear"

@@ -20,11 +20,12 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(BENCHMARKS))
     import offline_table as table
+    from offline_cases import _philox as philox_launch
 
 PRODUCTS = {"logits_fwd", "head_stats_fwd", "grad_input_bwd"}
 # They read and write rows: 16 bytes at a time, or they'd waste the bandwidth that they live on.
 STREAMS = {
-    "cross_entropy_rows": 2, "rms_norm_fwd": 2, "rms_norm_bwd": 2, "rotary_heads": 1,
+    "cross_entropy_rows": 2, "rms_norm_fwd": 3, "rms_norm_bwd": 3, "rotary_heads": 1,
 }  # and swiglu's two, one in each variant
 UNFUSED = {"block_mask_fwd", "rotary_heads"}  # to have the bits of torch
 # "all options" has the most registers; the rest is slow.
@@ -117,6 +118,12 @@ def test_a_spill_a_narrow_load_and_too_much_memory_would_be_seen(monkeypatch):
     kernel = table.compile_launch(lambda: launch(head, 50_257), 80)[0]
     row = table.inspect(kernel, 80, "", "64x64x64")
     assert row.copies == wide_copies(row, 2) // 2  # rows of logits that aren't padded
+
+
+def test_philox_asserts_on_the_device():
+    """sample_id out of range; Triton leaves device_assert out unless a launch asks for it."""
+    (kernel,) = table.compile_launch(lambda: philox_launch(False), 80)
+    assert "__assertfail" in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])

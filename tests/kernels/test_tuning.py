@@ -140,8 +140,11 @@ def test_launches_happen_on_the_device_of_the_tensor(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    tensor = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))
-    with on_device(tensor):
-        assert entered == [torch.device("cuda:1")]
+    tensor = types.SimpleNamespace(
+        is_cuda=True, device=torch.device("cuda:1"), get_device=lambda: 1)
+    for current in (0, 1):  # what is current already needn't be entered
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        with on_device(tensor):
+            assert entered == [torch.device("cuda:1")]
     with on_device(torch.empty(1)):
         assert len(entered) == 1

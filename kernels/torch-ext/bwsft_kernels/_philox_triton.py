@@ -87,7 +87,8 @@ def u24(
             _u24_kernel[(triton.cdiv(out.numel(), BLOCK),)](
                 *values, out, out.numel() // cols, cols, *strides, stream, *key,
                 TENSORS=tuple(isinstance(value, Tensor) for value in values), BLOCK=BLOCK,
-                num_warps=4, debug=True, sanitize_overflow=False,  # debug: device_assert
+                num_warps=4, enable_fp_fusion=True,
+                debug=True, sanitize_overflow=False,  # debug: device_assert is compiled in
             )
     return out
 
@@ -103,6 +104,7 @@ def gumbel_rows(
         with on_device(out):
             _gumbel_rows_kernel[(triton.cdiv(size, BLOCK),)](
                 position, step, request, out, size, position.stride(0), step.stride(0),
-                request.stride(0), stream, *key, BLOCK=BLOCK, num_warps=4,
+                request.stride(0), stream, *key, BLOCK=BLOCK,
+                num_warps=4, enable_fp_fusion=True,
             )
     return out

@@ -13,9 +13,9 @@ from torch import Tensor
 from ._device_triton import down_cast, empty_like, on_device, rows_of
 from ._tuning import processors
 
-# Short rows go several to a program of 4 warps, 8 numbers a thread: queries' and keys' norms (D 128)
-# have a row for each head of each token, and a warp for each would read 8 bytes at a time, and one
-# after another they would leave most of a chip idle.
+# Short rows go several to a program of 4 warps, 8 numbers a thread: the norms of queries and keys
+# (D 128) have a row for each head of each token. A warp for each would read 8 bytes at a time, and
+# one after another, as backward's sum over the rows wants them, they'd leave most of a chip idle.
 SHORT = 1024
 PER_WARP = 512  # of a long row: 16 numbers a thread
 # Sums of the weight's gradient that the programs of a streaming multiprocessor keep, in numbers:

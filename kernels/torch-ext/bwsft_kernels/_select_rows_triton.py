@@ -93,19 +93,9 @@ def select_rows(
         if not 0 <= num_rows <= size:
             raise ValueError(f"num_rows must lie in [0, {size}], not {num_rows}")
         most = min(size, -(-num_rows // 8) * 8)  # tensor cores like multiples of 8
-    numbers = torch.empty(2 * most + 2, dtype=torch.int64, device=target.device)
-    status, index, kept_target = numbers.split((2, most, most))
-    weight = torch.empty(most, dtype=torch.float32, device=target.device)
-    with on_device(target):
-        _select_rows_kernel[(1,)](
-            target, weight if row_weight is None else row_weight, index, kept_target, weight,
-            status, size, most, target.stride(0),
-            0 if row_weight is None else row_weight.stride(0), ignore_index, vocabulary,
-            -1 if excluded_id is None else excluded_id,
-            HAS_WEIGHT=row_weight is not None, COMPACT=num_rows is None, NORMALIZE=normalize,
-            BLOCK_T=BLOCK_T, num_warps=8, enable_fp_fusion=True,
-        )
-    count, fine = status
+    index, kept_target, weight, (count, fine) = launch(
+        target, row_weight, ignore_index, vocabulary, excluded_id, normalize, most,
+        compact=num_rows is None)
     if checking(target):
         if not fine:
             raise ValueError(_complaint(
@@ -116,6 +106,27 @@ def select_rows(
         return None, kept_target, weight, count
     found = int(count)
     return index[:found], kept_target[:found], weight[:found], count
+
+
+def launch(
+    target: Tensor, row_weight: Tensor | None,  # [T] integers, [T] fp32
+    ignore_index: int, vocabulary: int, excluded_id: int | None, normalize: bool,
+    most: int, compact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N], [N], [N], [2]
+    """(index, target, weight, (supervised rows among the first `most`, whether all is well))."""
+    numbers = torch.empty(2 * most + 2, dtype=torch.int64, device=target.device)
+    status, index, kept_target = numbers.split((2, most, most))
+    weight = torch.empty(most, dtype=torch.float32, device=target.device)
+    with on_device(target):
+        _select_rows_kernel[(1,)](
+            target, weight if row_weight is None else row_weight, index, kept_target, weight,
+            status, len(target), most, target.stride(0),
+            0 if row_weight is None else row_weight.stride(0), ignore_index, vocabulary,
+            -1 if excluded_id is None else excluded_id,
+            HAS_WEIGHT=row_weight is not None, COMPACT=compact, NORMALIZE=normalize,
+            BLOCK_T=BLOCK_T, num_warps=8, enable_fp_fusion=True,
+        )
+    return index, kept_target, weight, status
 
 
 def _complaint(

@@ -12,6 +12,7 @@ KERNELS = {
     "rms_norm": "_rms_norm_triton",
     "rotary": "_rotary_triton",
     "swiglu": "_swiglu_triton",
+    "philox_uniform": "_philox_triton",
 }
 
 

@@ -4,6 +4,7 @@ them in torch."""
 import operator_cases as cases
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # 1 / (1 + exp(200)) is meant
 DIFFERENTIABLE = [name for name, call in cases.CALLS.items() if call[3]]
@@ -34,8 +35,6 @@ def test_refusals(name):
 
 def test_what_watches_sees_an_operator():
     """A dispatch mode, a subclass: anything but plain eager goes through the dispatcher."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(func.name())
