@@ -248,7 +248,7 @@ BAD_SPECS = {
     "prefix_noise": dict(prefix_noise=1.5),
     "suffix_leak": dict(suffix_leak=-0.1),
     'empty="skip"': dict(weight="rate"),
-    "last-token": dict(weight="flat"),
+    "belongs to": dict(weight="flat", empty="redraw"),
     "pairs": dict(weight="rate", empty="skip", pairs=True),
     "block_origin": dict(block_origin="prompt"),
     "block_factor": dict(block_factor="max"),
