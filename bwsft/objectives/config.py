@@ -96,7 +96,7 @@ class ObjectiveConfig:
     weight: Literal["count", "rate", "flat", "discrete"] = "count"
     """Row weight: 1 / masked tokens; 1 / (mask rate x block length); 1 / block length; or omega_t
     of a time t = 1..T (--objective.discrete), over the block length."""
-    empty: Literal["last", "skip"] = "last"
+    empty: Literal["redraw", "last", "skip"] = "last"
     """A draw that masks nothing masks the block's last token, or weighs nothing."""
     block_factor: Literal["mean", "sum"] = "mean"
     """Estimate the mean over an example's blocks, or their sum."""
@@ -146,7 +146,7 @@ def validate(objective: ObjectiveConfig) -> None:
 
 def _validate_weight(objective: ObjectiveConfig) -> None:
     weight, plain = objective.weight, ObjectiveConfig()
-    if weight != "count" and objective.empty == "last":
+    if weight != "count" and objective.empty != "skip":
         raise ValueError(
             f"--objective.weight {weight} needs --objective.empty skip: masking the last token of "
             "an empty draw biases every weight but 1/count"

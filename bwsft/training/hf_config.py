@@ -70,7 +70,7 @@ class BlockwiseConfig(TrainingArguments):
     """Which block of a response a visit makes the active one."""
     weight: Literal["count", "rate", "flat"] = "count"
     """Row weight: 1 / masked tokens, 1 / (mask rate x block length), or 1 / block length."""
-    empty: Literal["last", "skip"] = "last"
+    empty: Literal["redraw", "last", "skip"] = "last"
     """A draw that masks nothing masks the block's last token, or weighs nothing."""
     low: float = ObjectiveConfig.low
     """Lowest mask rate."""

@@ -74,8 +74,8 @@ def _inputs(
         row_start = torch.arange(size, device=ids.device) * length
         row_length = torch.full_like(row_start, length)
     else:
-        ends = per_sequence(cu_seqlens, "cu_seqlens", len(cu_seqlens))
-        size = len(ends) - 1
+        ends = torch.as_tensor(cu_seqlens, dtype=torch.int64, device=ids.device)
+        size = ends.shape[0] - 1
         row_start, row_length = ends[:-1], ends.diff()
     if sample_ids is None:
         sample_ids = torch.arange(size, device=ids.device)
@@ -104,7 +104,9 @@ def _numbers(
     for name, value in (("draw", draw), ("block_draw", block_draw)):
         if isinstance(value, int) and not 0 <= value <= MASK32:
             raise ValueError(f"{name} must lie in [0, 2^32), not {value}")
-        found.append(None if value is None else _per_sequence(value, name, len(like), like.device))
+        if value is not None:
+            value = _per_sequence(value, name, like.shape[0], like.device)
+        found.append(value)
     return found[0], found[1]
 
 
@@ -113,7 +115,7 @@ def _given(
     rate: Tensor | None, factor: Tensor | None, like: Tensor,  # each [S]
 ) -> tuple[Tensor | None, ...]:
     """Shapes and dtypes of what replaces or scales a part of the draw."""
-    device, size = like.device, len(like)
+    device, size = like.device, like.shape[0]
     if block is not None:
         block = torch.as_tensor(block, dtype=torch.int64, device=device)
         if block.shape != (size,):
@@ -121,7 +123,7 @@ def _given(
     if block_weights is not None:
         block_weights = torch.as_tensor(block_weights, device=device)
         integers = not block_weights.is_floating_point()
-        if not integers or block_weights.dim() != 2 or len(block_weights) != size:
+        if not integers or block_weights.dim() != 2 or block_weights.shape[0] != size:
             raise ValueError(f"block_weights must be integers of shape [{size}, most blocks]")
         block_weights = block_weights.to(torch.int64)
     if rate is not None:
@@ -142,7 +144,7 @@ def _signed(seed: int) -> int:
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-# --- the operator: MaskInputs and MaskSpec field by field; back comes MaskedBatch field by field ---
+# --- the operator: takes MaskInputs and MaskSpec, returns MaskedBatch, each field by field ---
 
 
 _NAME = add_op_namespace_prefix("block_mask")

@@ -9,7 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ._block_mask_draw_triton import choose_block, draw_marks, marks_at, marks_of_tile, plan_draw, u24_of
+from ._block_mask_draw_triton import (
+    choose_block,
+    draw_marks,
+    marks_at,
+    marks_of_tile,
+    plan_draw,
+    u24_of,
+)
 from ._block_mask_types import MaskedBatch, MaskInputs, MaskSpec
 from ._device_triton import on_device
 from .philox import Stream, split_seed
@@ -21,6 +28,8 @@ IGNORE = tl.constexpr(-100)
 NUMBERS = ["S", "R", "chunks", "max_blocks", "key_low", "key_high"]
 
 TILE = 512  # tokens that a program handles at a time, 4 a thread
+# Left alone, ptxas aims at 128 registers and spills 16 bytes (Triton 3.6). ROCm has no such limit.
+REGISTERS = {} if torch.version.hip else {"maxnreg": 168}
 
 
 @triton.jit
@@ -162,7 +171,6 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
             num_sequences, bound, chunks, sequences[6].shape[-1], key_low, key_high,
             PLAN=plan_draw(inputs, spec),
             BLOCK_B=block_b, BLOCK_Q=TILE // block_b, BLOCK_T=TILE,
-            # Left alone, ptxas aims at 128 registers and spills 16 bytes (Triton 3.6).
-            num_warps=4, maxnreg=168, enable_fp_fusion=False,
+            num_warps=4, enable_fp_fusion=False, **REGISTERS,
         )
     return batch
