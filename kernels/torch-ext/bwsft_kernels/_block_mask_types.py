@@ -19,8 +19,9 @@ class MaskSpec:
     empty: what becomes of a draw that marks nothing, 11 % of them at 8 tokens and rates on (0, 1).
       "redraw": the rate and the number of one uniformly chosen token change places. Every token of
       a block has the same expected weight 1 / length at weight "count", whatever the rates; with
-      low 0 and high 1 rate and marks have just the law of a draw that marked something, so that the
-      masked count is uniform on 1..length and the loss estimates the NELBO per token without bias.
+      low 0 and high 1 (and no pairs) rate and marks are distributed as in a draw that marked
+      something: the masked count is uniform on 1..length, and the loss estimates the NELBO per
+      token without bias.
       "last": the block's last token is marked (the paper's text), whose expected weight then is
       twice that of each other token (1.99 times at 8 tokens and low 1e-3). "skip": nothing is.
     block_factor: "mean" estimates the average over a response's blocks, "sum" their sum.
@@ -37,7 +38,7 @@ class MaskSpec:
     low: float = 1e-3
     high: float = 1.0
     weight: str = "count"
-    empty: str = "last"
+    empty: str = "redraw"
     block_factor: str = "mean"
     prefix_noise: float = 0.0
     suffix_leak: float = 0.0

@@ -1,4 +1,4 @@
-"""The law of one draw, by enumeration: every order of a rate and its tokens' numbers, each once.
+"""The distribution of one draw, by enumeration of every order of a rate and its tokens' numbers.
 
 For a rate and B numbers that are uniform on (0, 1) only their order matters, and all (B + 1)!
 orders have one chance, as have the B tokens that a redraw may choose. So the sums below are the
@@ -51,7 +51,7 @@ def every_order(monkeypatch):
     return draws
 
 
-def law(marks):
+def distribution(marks):
     """Chance of every masked set."""
     return {s: n / len(marks) for s, n in Counter(map(tuple, marks.tolist())).items()}
 
@@ -67,10 +67,10 @@ def test_expected_weight_of_every_token(every_order, size, empty):
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_a_redraw_has_the_law_of_a_draw_that_masked_something(every_order, size):
+def test_a_redraw_is_distributed_as_a_draw_that_masked_something(every_order, size):
     """The masked count is uniform on 1..B, and its set uniform given the count."""
-    redrawn = law(every_order(size, empty="redraw")[0])
-    skipped = law(every_order(size, empty="skip")[0])
+    redrawn = distribution(every_order(size, empty="redraw")[0])
+    skipped = distribution(every_order(size, empty="skip")[0])
     nothing = (False,) * size
     assert skipped.pop(nothing) == pytest.approx(1 / (size + 1), rel=1e-12)
     assert redrawn.keys() == skipped.keys() and len(redrawn) == 2**size - 1
