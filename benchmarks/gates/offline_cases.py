@@ -22,14 +22,14 @@ SEQUENCES, LENGTH = 32, 256
 ROWS = SEQUENCES * LENGTH
 
 
-def _mask(full: bool):
+def _mask(full: bool, block_size: int):
     count = torch.full((SEQUENCES,), LENGTH // 2)
     weights = torch.ones(SEQUENCES, 8, dtype=torch.int64) if full else None
     inputs = MaskInputs(
         torch.empty(SEQUENCES * LENGTH, dtype=torch.int64), *[count] * 6, block_weights=weights
     )
     more = dict(pairs=True, prefix_noise=0.1, suffix_leak=0.1, block_origin="absolute")
-    spec = MaskSpec(block_size=32, mask_id=V - 1, seed=1 << 40, **(more if full else {}))
+    spec = MaskSpec(block_size=block_size, mask_id=V - 1, seed=1 << 40, **(more if full else {}))
     _block_mask_triton.block_mask_triton(inputs, spec)
 
 
@@ -105,7 +105,8 @@ def cases(table, dtype=torch.bfloat16):
     for full in (False, True):
         variant = "all options" if full else "plain"
         if dtype == torch.bfloat16:
-            yield "block_mask", variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
+            for size in (32, 4096):  # one tile and many
+                yield "block_mask", variant, f"blocks of {size}", partial(_mask, full, size)
         block = f"{_cross_entropy_triton.BLOCK_V} columns"
         yield "cross_entropy_rows", variant, block, partial(_rows, dtype, full)
         for name, shape, launch in _small(dtype, full):

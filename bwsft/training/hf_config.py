@@ -71,8 +71,8 @@ class BlockwiseConfig(TrainingArguments):
     weight: Literal["count", "rate", "flat"] = "count"
     """Row weight: 1 / masked tokens, 1 / (mask rate x block length), or 1 / block length."""
     empty: Literal["redraw", "last", "skip"] = ObjectiveConfig.empty
-    """A draw that masks nothing: becomes one that does; masks the block's last token, which then has
-    twice the weight of any other (the paper); or weighs nothing."""
+    """A draw that masks nothing becomes one that does, or masks the block's last token (the paper),
+    which then has twice the weight of any other, or weighs nothing."""
     low: float = ObjectiveConfig.low
     """Lowest mask rate."""
     high: float = ObjectiveConfig.high
