@@ -1,129 +1,41 @@
 """Time and memory of the LM head and its loss: fused against full logits and what else there is.
 
-python benchmarks/bench_loss.py [--quick | --sweep] [--rows 32 128 512] [--vocab 32000 126464]
-    [--head trainable] [--phase forward] [--dtype bf16] [--variants fused naive] [--json FILE]
+python benchmarks/bench_loss.py [--quick | --sweep | --grid] [--rows 32 128 512]
+    [--vocab 32000 126464] [--head frozen trainable] [--dtype fp32 bf16] [--data random model]
+    [--phase forward] [--variants fused naive] [--json FILE]
 
 A batch of B x L tokens of which N are supervised, as block_mask leaves them. Each variant gets the
 same tensors and returns the mean loss; forward and backward are timed apart, and with a frozen head
 the gradient stops at the hidden states. "fused" makes its gradients in forward. --phase forward is
-the loss without a gradient, as in evaluation.
+the loss without a gradient, as in evaluation. --grid is N 128, 512 and all of 2,048 tokens, V
+32,000 and 126,464, both heads and both dtypes. --data model takes the logits of a trained model.
+
+Below the tables each speed-up is split in two: what dropping the ignored rows gives anybody
+(`compact`), and what the loss itself gives beyond that.
 """
 
+import contextlib
 import functools
-import importlib.util
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from bwsft_kernels import linear_cross_entropy, reference
 from lib import harness, output
+from lib.heads import Problem, make_problem
+from lib.losses import COMPILED, Loss, losses, naive
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, D], weight [V, D], target [T] -> mean
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # --sweep: each setting alone, the other as in the first.
 SWEEP = {"rows": (64, 256, 512, 1024), "vocab": (16_384, 32_768, 65_536)}
-PEERS = {"liger": "liger-kernel", "cce": "cut-cross-entropy"}
-
-
-@dataclass
-class Problem:
-    """x [T, D], head weight [V, D], target [T] with N kept rows."""
-
-    x: Tensor
-    weight: Tensor
-    target: Tensor
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [t for t in (self.x, self.weight) if t.requires_grad]
-
-
-def make_problem(args: Namespace, rows: int, vocabulary: int) -> Problem:
-    tokens, device = args.batch * args.length, args.device
-    generator = torch.Generator(device).manual_seed(0)
-    options = dict(generator=generator, device=device)
-    x = torch.randn(tokens, args.hidden, **options).to(args.dtype)
-    weight = torch.empty(vocabulary, args.hidden, dtype=args.dtype, device=device)
-    for part in weight.split(16_384):  # no fp32 copy of the whole head
-        part.copy_(torch.randn(part.shape, **options) * 0.02)
-    target = torch.full((tokens,), -100, device=device)
-    kept = torch.randperm(tokens, **options)[:rows]
-    target[kept] = torch.randint(vocabulary, (len(kept),), **options)
-    weight.requires_grad_(args.head == "trainable")
-    return Problem(x.requires_grad_(), weight, target)
-
-
-def naive(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Full logits, as the paper's code."""
-    return F.cross_entropy(F.linear(x, weight).float(), target)
-
-
-@functools.cache
-def _compiled_naive() -> Loss:
-    return torch.compile(naive)
-
-
-def compiled(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return _compiled_naive()(x, weight, target)
-
-
-def chunked_nll(x: Tensor, weight: Tensor, target: Tensor, chunk: int = 256) -> Tensor:
-    """Ignored rows dropped, then checkpointed chunks of 256 rows, as TRL's loss of this name."""
-    kept = (target != -100).nonzero()[:, 0]
-    x, target = x[kept], target[kept]
-    total = 0
-    for start in range(0, len(target), chunk):
-        rows = slice(start, start + chunk)
-        total = total + checkpoint(_chunk_sum, x[rows], weight, target[rows], use_reentrant=False)
-    return total / len(target)
-
-
-def _chunk_sum(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight).float(), target, reduction="sum")
-
-
-def losses(device: torch.device, quick: bool = False) -> dict[str, Loss | str]:
-    """Name -> loss function, or the reason why it isn't run here."""
-    found = {"naive": naive, "compiled": compiled}
-    if not hasattr(F, "linear_cross_entropy"):
-        reason = f"torch {torch.__version__} has no linear_cross_entropy (2.13 has)"
-        found["torch_lce"] = found["torch_lce_chunked"] = reason
-    elif quick and device.type == "cpu":
-        found["torch_lce"] = "left out of --quick: the same full logits as naive"
-        found["torch_lce_chunked"] = "left out of --quick: a minute a step on a CPU"
-    else:
-        chunked = torch.nn.LinearCrossEntropyOptions()
-        found["torch_lce"] = F.linear_cross_entropy
-        found["torch_lce_chunked"] = functools.partial(F.linear_cross_entropy, options=chunked)
-    found["chunked_nll"] = chunked_nll
-    found["liger"], found["cce"] = peer("liger", device), peer("cce", device)
-    found["fused"] = linear_cross_entropy
-    return found
-
-
-def peer(name: str, device: torch.device) -> Loss | str:
-    """The loss of an installed package, or why it can't run here."""
-    package = PEERS[name]
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
-        gpu = "" if device.type == "cuda" else "; its Triton kernels need a CUDA device"
-        return f"not installed (pip install {package}){gpu}"
-    if device.type != "cuda":
-        return f"{package} is installed, but its Triton kernels need a CUDA device"
-    try:
-        if name == "liger":
-            from liger_kernel.transformers import functional
-            loss = functional.liger_fused_linear_cross_entropy
-        else:
-            from cut_cross_entropy import linear_cross_entropy as loss
-    except Exception as error:  # e.g. it doesn't know this torch: the others are timed
-        return f"{package} can't be imported: {type(error).__name__}: {error}"
-    return loss
+GRID = {
+    "batch": 8, "length": 256, "rows": [128, 512, 2048], "vocab": [32_000, 126_464],
+    "head": ["frozen", "trainable"], "dtype_name": ["fp32", "bf16"],
+}
+Shape = tuple[int, int, str, str, str]  # rows, vocabulary, head, dtype, data
 
 
 def step_of(loss_function: Loss, problem: Problem, phase: str = "both") -> harness.Step:
@@ -188,7 +100,7 @@ def find_truth(problem: Problem) -> Truth:
 
 def choose(args: Namespace, problem: Problem) -> tuple[dict[str, harness.Result], dict[str, Loss]]:
     """(results by name, loss functions that run here and passed the gate)."""
-    found = losses(args.device, args.quick and not args.variants)
+    found = losses(args.device, brief=(args.quick or args.grid) and not args.variants)
     unknown = set(args.variants or ()) - set(found)
     if unknown:
         raise SystemExit(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(found)}")
@@ -207,66 +119,102 @@ def choose(args: Namespace, problem: Problem) -> tuple[dict[str, harness.Result]
     return results, right
 
 
-def run_point(args: Namespace, rows: int, vocabulary: int) -> output.Point:
-    problem = make_problem(args, rows, vocabulary)
+def count_cost(problem: Problem, phase: str, result: harness.Result, step: harness.Step) -> None:
+    """FLOPs and operators, of compiled code as it runs uncompiled."""
+    if result.name == "cce":  # all of its products are in Triton
+        return
+    if result.name == "fused":  # and on a GPU a part of these
+        step = step_of(functools.partial(linear_cross_entropy, impl="torch"), problem, phase)
+    eager = torch.compiler.set_stance("force_eager")
+    with eager if result.name in COMPILED else contextlib.nullcontext():
+        harness.attempt(result, harness.count_cost, step, result)
+    result.flops = result.flops or None  # 0: all of them out of the counter's sight
+
+
+def run_point(args: Namespace, shape: Shape, remarks: list[str]) -> output.Point:
+    """Measure a shape, and add to the remarks where its speed-ups come from."""
+    rows, vocabulary, head, dtype, data = shape
+    args.dtype = DTYPES[dtype]
+    problem = make_problem(args, rows, vocabulary, head, data)
     tokens, kept = len(problem.target), int((problem.target != -100).sum())
     results, right = choose(args, problem)
     steps = {name: step_of(loss, problem, args.phase) for name, loss in right.items()}
     timed = harness.time_interleaved(steps, results, args.device, args.rounds, gaps=False)
-    passes = 1 if args.phase == "forward" else 2 + (args.head == "trainable")
+    passes = 1 if args.phase == "forward" else 2 + (head == "trainable")
     for result, step in timed:
         result.tokens_per_s = tokens / result.median_s
         result.supervised_tokens_per_s = kept / result.median_s
-        if result.name == "fused":  # on a GPU a part of its products is in Triton
-            loss = functools.partial(linear_cross_entropy, impl="torch")
-            harness.count_cost(step_of(loss, problem, args.phase), result)
-        elif result.name not in ("compiled", "cce"):  # their products are out of sight
-            harness.attempt(result, harness.count_cost, step, result)
-        result.flops = result.flops or None  # 0: all of them out of the counter's sight
+        count_cost(problem, args.phase, result, step)
         if result.flops:
             result.traffic_bytes = passes * problem.weight.nbytes
-        harness.memory(step, result, args, "--rows", rows, "--vocab", vocabulary)
-    settings = dict(tokens=tokens, rows=kept, hidden=args.hidden, vocab=vocabulary,
-                    head=args.head, dtype=args.dtype_name, phase=args.phase)
+        words = zip(("--rows", "--vocab", "--head", "--dtype", "--data"), shape, strict=True)
+        harness.memory(step, result, args, *itertools.chain(*words))
+    settings = dict(tokens=tokens, rows=kept, hidden=args.hidden, vocab=vocabulary, head=head,
+                    dtype=dtype, data=data, phase=args.phase)
+    if line := explain(results):
+        remarks.append(f"{output.settings_text(settings)}: {line}")
     return settings, list(results.values())
+
+
+def explain(results: dict[str, harness.Result]) -> str:
+    """How much of fused's speed-up anybody gets by dropping rows, and how much is its own."""
+    times = [results[n].median_s if n in results else None for n in ("naive", "compact", "fused")]
+    if None in times:
+        return ""
+    full, dropped, fused = times
+    return (f"fused {full / fused:.2f}x naive = {full / dropped:.2f}x by dropping ignored rows "
+            f"(compact) x {dropped / fused:.2f}x by the loss itself")
 
 
 def parse(argv: list[str] | None = None) -> Namespace:
     gpu, parser = torch.cuda.is_available(), harness.arguments(__doc__)
-    parser.add_argument("--batch", type=int, default=32 if gpu else 8)
-    parser.add_argument("--length", type=int, default=256)
+    usual = {
+        "batch": 32 if gpu else 8, "length": 256, "rows": [512 if gpu else 128],
+        "vocab": [126_464], "head": ["frozen"], "dtype_name": ["bf16" if gpu else "fp32"],
+    }
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--length", type=int)
     parser.add_argument("--hidden", type=int, default=4096 if gpu else 256)
-    parser.add_argument("--rows", type=int, nargs="+", default=[512 if gpu else 128])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[126_464])
+    parser.add_argument("--rows", type=int, nargs="+")
+    parser.add_argument("--vocab", type=int, nargs="+")
     parser.add_argument("--sweep", action="store_true", help="more rows and vocabularies")
-    parser.add_argument("--head", choices=["frozen", "trainable"], default="frozen")
+    parser.add_argument("--grid", action="store_true", help="rows x vocabulary x head x dtype")
+    parser.add_argument("--head", choices=["frozen", "trainable"], nargs="+")
     parser.add_argument("--phase", choices=["both", "forward"], default="both")
-    parser.add_argument("--dtype", dest="dtype_name", choices=DTYPES,
-                        default="bf16" if gpu else "fp32")
+    parser.add_argument("--dtype", dest="dtype_name", choices=DTYPES, nargs="+")
+    parser.add_argument("--data", choices=["random", "model"], nargs="+", default=["random"],
+                        help="logits: near 0, or a trained model's")
     parser.add_argument("--variants", nargs="+", help="default: all")
     args = harness.parse(parser, argv, __file__)
-    args.dtype = DTYPES[args.dtype_name]
+    for name, value in (usual | (GRID if args.grid else {})).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     args.rounds = args.rounds or (3 if args.quick else 7)
     return args
 
 
-def shapes_of(args: Namespace) -> list[tuple[int, int]]:
-    """(rows, vocabulary) of every point, the first one first."""
+def shapes_of(args: Namespace) -> list[Shape]:
+    """Every point, the first one first."""
+    kinds = args.head, args.dtype_name, args.data
     if not args.sweep:
-        return list(itertools.product(args.rows, args.vocab))
+        return list(itertools.product(args.rows, args.vocab, *kinds))
     rows, vocabulary = args.rows[0], args.vocab[0]
     line = [(r, vocabulary) for r in SWEEP["rows"]] + [(rows, v) for v in SWEEP["vocab"]]
-    return [(rows, vocabulary)] + [point for point in line if point != (rows, vocabulary)]
+    pairs = dict.fromkeys([(rows, vocabulary), *line])
+    return [(*pair, *kind) for kind in itertools.product(*kinds) for pair in pairs]
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.measure_memory:
-        problem = make_problem(args, args.rows[0], args.vocab[0])
+        (rows, vocabulary, head, dtype, data), *_ = shapes_of(args)
+        args.dtype = DTYPES[dtype]
+        problem = make_problem(args, rows, vocabulary, head, data)
         loss = losses(args.device)[args.measure_memory]
         return harness.print_memory(step_of(loss, problem, args.phase), args)
-    points = (run_point(args, *shape) for shape in shapes_of(args))
-    output.run(args, "loss", "loss head: ", points)
+    remarks = []
+    points = (run_point(args, shape, remarks) for shape in shapes_of(args))
+    output.run(args, "loss", "loss head: ", points, remarks)
 
 
 if __name__ == "__main__":

@@ -146,9 +146,14 @@ def check(problem: Problem, device: torch.device, spec: MaskSpec) -> str:
     return ""
 
 
+def spec_of(args: Namespace) -> MaskSpec:
+    """As the paper fills empty draws, which a loop can imitate."""
+    return MaskSpec(block_size=args.block, mask_id=MASK, empty="last")
+
+
 def run_point(args: Namespace, sequences: int, length: int) -> output.Point:
     problem = make_problem(sequences, length, args.block)
-    spec = MaskSpec(block_size=args.block, mask_id=MASK)
+    spec = spec_of(args)
     if wrong := check(problem, args.device, spec):
         raise SystemExit(f"the check failed: {wrong}; nothing was timed")
     found = steps_of(problem, args.device, spec)
@@ -184,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.measure_memory:
         problem = make_problem(args.sequences[0], args.lengths[0], args.block)
-        steps = steps_of(problem, args.device, MaskSpec(block_size=args.block, mask_id=MASK))
+        steps = steps_of(problem, args.device, spec_of(args))
         return harness.print_memory(steps[args.measure_memory], args)
     shapes = itertools.product(args.sequences, args.lengths)
     output.run(args, "mask", "masks: ", (run_point(args, *shape) for shape in shapes))

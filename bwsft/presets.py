@@ -27,10 +27,14 @@ def llada_8b_lora() -> Config:
 
 
 def paper() -> Config:
-    """The paper's text: as llada-8b-lora, but the canvas ends with the response."""
+    """The paper's text: as llada-8b-lora, but the canvas ends with the response, and a draw without
+    a mask masks the block's last token."""
     base = llada_8b_lora()
     data = dataclasses.replace(base.dataset, canvas="response")
-    return dataclasses.replace(base, preset="paper", data="meta-math/MetaMathQA", dataset=data)
+    return dataclasses.replace(
+        base, preset="paper", data="meta-math/MetaMathQA", dataset=data,
+        objective=ObjectiveConfig(empty="last"),
+    )  # fmt: skip
 
 
 def released() -> Config:

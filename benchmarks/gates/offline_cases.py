@@ -29,14 +29,14 @@ VOCABULARIES = (V, 30_522, 49_153, 50_257, 128_257, 151_936, 262_144)
 _empty = partial(torch.empty, device="meta")
 
 
-def _mask(full: bool):
+def _mask(full: bool, block_size: int):
     count = torch.full((SEQUENCES,), LENGTH // 2)
     weights = torch.ones(SEQUENCES, 8, dtype=torch.int64) if full else None
     inputs = MaskInputs(
         torch.empty(SEQUENCES * LENGTH, dtype=torch.int64), *[count] * 6, block_weights=weights
     )
     more = dict(pairs=True, prefix_noise=0.1, suffix_leak=0.1, block_origin="absolute")
-    spec = MaskSpec(block_size=32, mask_id=V - 1, seed=1 << 40, **(more if full else {}))
+    spec = MaskSpec(block_size=block_size, mask_id=V - 1, seed=1 << 40, **(more if full else {}))
     _block_mask_triton.block_mask_triton(inputs, spec)
 
 
@@ -165,7 +165,8 @@ def cases(table, dtype=torch.bfloat16, variants=("plain", "all options")):
     for variant in variants:
         full = variant == "all options"
         if dtype == torch.bfloat16:
-            yield "block_mask", variant, f"{_block_mask_triton.TILE} tokens", partial(_mask, full)
+            for size in (32, 4096):  # one tile and many
+                yield "block_mask", variant, f"blocks of {size}", partial(_mask, full, size)
             yield "philox", variant, f"{_philox_triton.BLOCK} numbers", partial(_philox, full)
             rows = f"{_select_rows_triton.BLOCK_T} rows"
             yield "select_rows", variant, rows, partial(_select_rows, full)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from bwsft import config as c
 from bwsft import presets
+from bwsft.objectives.config import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def mini() -> Scale:
         # Of 1e-3, 3e-3 and 1e-2 the best for every arm (experiment `pilot`).
         optim=c.OptimConfig(lr=3e-3),
         eval=c.EvalConfig(every=20, draws=4),
+        objective=ObjectiveConfig(empty="last"),  # as the paper
     )  # fmt: skip
     return Scale("mini", base, (5, 10, 20, 40), 5, 800, ("solved",))
 

@@ -11,9 +11,16 @@ A response r of Lr tokens is cut in M = ceil(Lr / B) blocks. One step of one exa
    times t/T with weights omega_t (Theorem 3.3): `draw_level`.
 3. Keep prompt and earlier blocks clean, mask every token of block a with probability pi, hide
    the suffix, everything after it, as [MASK]: what semi-autoregressive decoding sees.
-4. If nothing was masked, mask the block's last token (section 4).
+4. If nothing was masked, the paper masks the block's last token (section 4, empty "last"). Here
+   such a draw is distributed as one that masked something (empty "redraw").
 5. Loss: cross-entropy on the masked tokens of block a alone, each weighed 1 / (their number). With
-   pi uniform on (0, 1) their number is uniform on 0..n and the set uniform given its size.
+   pi uniform on (0, 1) the number k is uniform on 0..n and the set uniform given k, so the other
+   draws give each token the expected weight 1 / (n + 1). "last" adds all that is missing to the
+   last token: twice the weight of any other, and k = 1 twice as often as any other k. "redraw"
+   exchanges pi with the number of one uniformly chosen token: of n + 1 exchangeable numbers, pi
+   was the smallest and becomes any other one. So k is uniform on 1..n, each token's expected weight
+   is 1 / n, and the loss estimates the NELBO per token (nelbo.py) without bias. It does so exactly
+   on (0, 1); for other bounds of pi the tokens still weigh the same, and pi stays below `high`.
 
 With complementary pairs two draws mask every token of the block once. At weight "flat" their
 average weighs each token exactly 1/|I_a|: no variance from the count, no empty draw.

@@ -82,6 +82,8 @@ class TwoStepConfig:
 class ObjectiveConfig:
     """What is masked and how it is weighed (bwsft/objectives/)."""
 
+    ABSENT: ClassVar[dict[str, str]] = {"empty": "last"}  # what files of runs without it mean
+
     name: Literal["blockwise", "classical", "mdlm", "soft_masked", "rdm", "two_step"] = "blockwise"
     """Blockwise SFT; classical SFT (Bernoulli masks over the whole response); or one of the other
     objectives of the paper's table, each with its own group of options."""
@@ -96,8 +98,10 @@ class ObjectiveConfig:
     weight: Literal["count", "rate", "flat", "discrete"] = "count"
     """Row weight: 1 / masked tokens; 1 / (mask rate x block length); 1 / block length; or omega_t
     of a time t = 1..T (--objective.discrete), over the block length."""
-    empty: Literal["last", "skip"] = "last"
-    """A draw that masks nothing masks the block's last token, or weighs nothing."""
+    empty: Literal["redraw", "last", "skip"] = "redraw"
+    """A draw that masks nothing: redraw makes it one that does, so that every token of a block has
+    the same expected weight; last masks the block's last token, as the paper, which then has twice
+    the weight of any other; skip weighs nothing."""
     block_factor: Literal["mean", "sum"] = "mean"
     """Estimate the mean over an example's blocks, or their sum."""
     low: float = 1e-3
@@ -146,10 +150,10 @@ def validate(objective: ObjectiveConfig) -> None:
 
 def _validate_weight(objective: ObjectiveConfig) -> None:
     weight, plain = objective.weight, ObjectiveConfig()
-    if weight != "count" and objective.empty == "last":
+    if weight != "count" and objective.empty != "skip":
         raise ValueError(
-            f"--objective.weight {weight} needs --objective.empty skip: masking the last token of "
-            "an empty draw biases every weight but 1/count"
+            f"--objective.weight {weight} needs --objective.empty skip: filling an empty draw "
+            "biases every weight but 1/count"
         )
     if weight in ("rate", "discrete") and objective.pairs:
         raise ValueError(

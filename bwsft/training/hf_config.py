@@ -70,8 +70,9 @@ class BlockwiseConfig(TrainingArguments):
     """Which block of a response a visit makes the active one."""
     weight: Literal["count", "rate", "flat"] = "count"
     """Row weight: 1 / masked tokens, 1 / (mask rate x block length), or 1 / block length."""
-    empty: Literal["last", "skip"] = "last"
-    """A draw that masks nothing masks the block's last token, or weighs nothing."""
+    empty: Literal["redraw", "last", "skip"] = ObjectiveConfig.empty
+    """A draw that masks nothing becomes one that does, or masks the block's last token (the paper),
+    which then has twice the weight of any other, or weighs nothing."""
     low: float = ObjectiveConfig.low
     """Lowest mask rate."""
     high: float = ObjectiveConfig.high

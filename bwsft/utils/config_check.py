@@ -30,6 +30,7 @@ def build(cls: type[T], values: Any, where: str, path: str = "") -> T:
         raise ValueError(f"{where}: {path.rstrip('.') or 'the file'} must be an object")
     renamed = getattr(cls, "RENAMED", {})  # fields of older files -> their names of today
     values = {renamed.get(name, name): value for name, value in values.items()}
+    values = getattr(cls, "ABSENT", {}) | values  # what files from before a field existed mean
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     if unknown := sorted(values.keys() - fields.keys()):
         raise ValueError(f"{where}: unknown field {path}{unknown[0]:.80}")

@@ -194,20 +194,6 @@ def test_block_draw_chooses_the_block_and_nothing_else():
     assert_same(mixed, given)
 
 
-def test_nothing_synchronizes():
-    """On the meta device any read of a value raises, so this runs only if there is none."""
-    ids, prompt, response = (t.to("meta") for t in uniform_batch(4, 3, 9))
-    spec = MaskSpec(4, MASK, prefix_noise=0.1, suffix_leak=0.1, pairs=True)
-    weights = torch.ones(4, 3, dtype=torch.int64, device="meta")
-    draw = torch.zeros(4, dtype=torch.int64, device="meta")
-    one = torch.ones(4, device="meta")
-    batch = block_mask(
-        ids, prompt, response, spec, draw=draw, block_weights=weights, block_draw=draw, rate=draw,
-        factor=one,
-    )
-    assert batch.rows.shape == (16,) and batch.num_rows.shape == ()
-
-
 GOOD = dict(zip(("ids", "prompt_lengths", "response_lengths"), uniform_batch(2, 3, 9), strict=True))
 BAD_CALLS = {
     "ids": dict(ids=torch.zeros(2, 12)),
@@ -248,7 +234,7 @@ BAD_SPECS = {
     "prefix_noise": dict(prefix_noise=1.5),
     "suffix_leak": dict(suffix_leak=-0.1),
     'empty="skip"': dict(weight="rate"),
-    "last-token": dict(weight="flat"),
+    "belongs to": dict(weight="flat", empty="redraw"),
     "pairs": dict(weight="rate", empty="skip", pairs=True),
     "block_origin": dict(block_origin="prompt"),
     "block_factor": dict(block_factor="max"),

@@ -87,8 +87,9 @@ def test_loss_of_a_constant_cross_entropy(n):
     released = loss_of_constant(draw(MaskSpec(n, MASK, seed=1, empty="skip"), n))
     torch.testing.assert_close(released, (released > 0).float(), rtol=1e-6, atol=0)
     assert_mean(released, 1 - none, math.sqrt(none * (1 - none)))
-    with_last = loss_of_constant(draw(MaskSpec(n, MASK, seed=1), n))
-    torch.testing.assert_close(with_last, torch.ones(S), rtol=1e-6, atol=0)
+    for empty in ("last", "redraw"):
+        filled = loss_of_constant(draw(MaskSpec(n, MASK, seed=1, empty=empty), n))
+        torch.testing.assert_close(filled, torch.ones(S), rtol=1e-6, atol=0)
 
     bound = loss_of_constant(draw(MaskSpec(n, MASK, seed=1, weight="rate", empty="skip"), n))
     inverse_rate = math.log(1 / EPS) / (1 - EPS)  # E[1 / rate] = 6.91467
@@ -100,10 +101,39 @@ def test_loss_of_a_constant_cross_entropy(n):
 @pytest.mark.parametrize("n", [1, 8])
 def test_fallback_masks_the_last_token_and_only_when_nothing_is(n):
     skip = draw(MaskSpec(n, MASK, seed=6, empty="skip"), n)
-    last = draw(MaskSpec(n, MASK, seed=6), n)
+    last = draw(MaskSpec(n, MASK, seed=6, empty="last"), n)
     empty = skip.count == 0
     assert empty.any() and torch.equal(skip.labels[~empty], last.labels[~empty])
     assert (last.labels[empty][:, :-1] == -100).all() and (last.labels[empty][:, -1] == 0).all()
+
+
+@pytest.mark.parametrize("empty, ratio", [("last", 1.991), ("redraw", 1.0), ("skip", 1.0)])
+def test_weight_of_the_last_token_of_eight_against_the_others(empty, ratio):
+    """At rates on [0.001, 1]; test_block_mask_distribution.py has what is exact on (0, 1)."""
+    n = 8
+    none = chance_of_none(n)
+    assert ratio == pytest.approx(1 + n * none / (1 - none) if empty == "last" else 1, abs=5e-4)
+    batch = draw(MaskSpec(n, MASK, seed=12, empty=empty), n)
+    weight = torch.zeros(S * (2 + n)).index_add_(0, batch.rows, batch.row_weight)
+    weight = weight.view(S, 2 + n)[:, 2:].double()
+    own = (1 - none) / n if empty != "redraw" else 1 / n
+    mean = torch.full((n,), own).double()
+    mean[-1] *= ratio
+    # Each weight is in [0, 1] with this mean, so its variance is below mean (1 - mean).
+    for token in range(n):
+        assert_mean(weight[:, token], mean[token], math.sqrt(mean[token] * (1 - mean[token])))
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_redraw_replaces_empty_draws_only(n):
+    skip, redraw = (draw(MaskSpec(n, MASK, seed=6, empty=e), n) for e in ("skip", "redraw"))
+    empty = skip.count == 0
+    assert torch.equal(skip.labels[~empty], redraw.labels[~empty])
+    assert torch.equal(skip.rate[~empty], redraw.rate[~empty])
+    count = redraw.count[empty]
+    for k in range(1, n + 1):  # uniform; rates from 0.001 on move it by less than 0.001
+        assert_mean(count == k, 1 / n, math.sqrt((n - 1) / n**2))
+    assert (redraw.rate[empty] >= skip.rate[empty]).all()
 
 
 def test_blocks_are_uniform_and_sum_weights_carry_their_number():

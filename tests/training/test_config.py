@@ -45,6 +45,12 @@ def test_unknown_field_in_stored_config():
         c.from_json(json.dumps(stored))
 
 
+def test_runs_that_did_not_say_masked_the_last_token():
+    stored = json.loads(c.to_json(c.Config()))
+    assert stored["objective"].pop("empty") == c.Config().objective.empty == "redraw"
+    assert c.from_json(json.dumps(stored)).objective.empty == "last"
+
+
 def test_flags_reach_nested_fields():
     config = parse_train(["debug", "--steps", "7", "--optim.lr", "0.5", "--lora.rank", "4"])
     assert (config.steps, config.optim.lr, config.lora.rank) == (7, 0.5, 4)

@@ -35,10 +35,8 @@ class DrawPlan:
 
 
 def plan_draw(inputs: MaskInputs, spec: MaskSpec) -> DrawPlan:
-    low24, high24, prefix24, leak24 = (
-        round(chance * ONE24)
-        for chance in (spec.low, spec.high, spec.prefix_noise, spec.suffix_leak)
-    )
+    low24, high24 = spec.bounds24
+    prefix24, leak24 = (round(chance * ONE24) for chance in (spec.prefix_noise, spec.suffix_leak))
     given = (inputs.block, inputs.block_weights, inputs.rate, inputs.factor)
     return DrawPlan(
         replace(spec, seed=0), low24, high24 - low24, prefix24, leak24,
@@ -103,11 +101,6 @@ def choose_block(seq, inside, sequences, max_blocks, key, PLAN: tl.constexpr):
 
 
 @triton.jit
-def marked(position, draw, sample, rate24, flip, key):
-    return (u24_of(position, draw, sample, MARKS, key) < rate24) != flip
-
-
-@triton.jit
 def rate_of(seq, inside, draw, sample, sequences, key, PLAN: tl.constexpr):
     if PLAN.given_rate:
         rate24 = tl.load(sequences[8] + seq, mask=inside, other=0)
@@ -117,34 +110,66 @@ def rate_of(seq, inside, draw, sample, sequences, key, PLAN: tl.constexpr):
 
 
 @triton.jit
+def marks_at(offset, start, length, sample, how, key):
+    """Which tokens at these offsets in the active block are masked; `how`: draw, rate24,
+    complement?, offset of a token that is masked anyway (-1: none)."""
+    draw, rate24, flip, forced = how
+    marks = (u24_of(start + offset, draw, sample, MARKS, key) < rate24) != flip
+    return (marks | (offset == forced)) & (offset >= 0) & (offset < length)
+
+
+@triton.jit
+def marks_of_tile(first, start, length, sample, how, key, BLOCK_B: tl.constexpr):
+    """marks_at [Q, BLOCK_B] of the offsets from `first` on."""
+    draw, rate24, flip, forced = how
+    offset = first + tl.arange(0, BLOCK_B)[None, :]
+    how = draw[:, None], rate24[:, None], flip[:, None], forced[:, None]
+    return marks_at(offset, start[:, None], length[:, None], sample[:, None], how, key)
+
+
+@triton.jit
+def count_marks(start, length, sample, how, key, BLOCK_B: tl.constexpr):
+    count = tl.zeros_like(length)
+    for first in range(0, tl.max(length, axis=0).to(tl.int32), BLOCK_B):
+        marks = marks_of_tile(first, start, length, sample, how, key, BLOCK_B)
+        count += tl.sum(marks.to(tl.int64), axis=1)
+    return count
+
+
+@triton.jit
 def draw_marks(
     seq, inside, start, length, sequences, key, PLAN: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """How to mark: (draw, rate24, complement?, force the last token?, marks [Q, BLOCK_B])."""
+    """(`how` of marks_at, masked tokens [Q])."""
     sample = tl.load(sequences[4] + seq, mask=inside, other=0)
     draw = tl.load(sequences[5] + seq, mask=inside, other=0)
-    offset = tl.arange(0, BLOCK_B)[None, :]
-    position = start[:, None] + offset
-    in_block = offset < length[:, None]
     rate24 = rate_of(seq, inside, draw, sample, sequences, key, PLAN)
-    flip = tl.zeros_like(draw) != 0
+    flip = draw != draw
+    forced = draw * 0 - 1
     if PLAN.spec.pairs:
         even = draw & -2
         shared24 = rate_of(seq, inside, even, sample, sequences, key, PLAN)
-        marks = marked(
-            position, even[:, None], sample[:, None], shared24[:, None], flip[:, None], key)
-        some = tl.max((marks & in_block).to(tl.int32), axis=1)
-        rest = tl.max((in_block & ~marks).to(tl.int32), axis=1)
-        both = (some & rest) > 0
-        if PLAN.spec.weight == "flat":
-            both = both | True
+        both = draw == draw
+        if PLAN.spec.weight != "flat":
+            some = count_marks(start, length, sample, (even, shared24, flip, forced), key, BLOCK_B)
+            both = (some > 0) & (some < length)
         flip = both & ((draw & 1) == 1)
         rate24 = tl.where(both, shared24, rate24)
         draw = tl.where(both, even, draw)
-    marks = in_block & marked(
-        position, draw[:, None], sample[:, None], rate24[:, None], flip[:, None], key)
-    force = tl.zeros_like(draw) != 0
-    if PLAN.spec.empty == "last":
-        force = tl.max(marks.to(tl.int32), axis=1) == 0
-        marks = marks | (force[:, None] & (offset == length[:, None] - 1))
-    return draw, rate24, flip, force, marks
+    count = count_marks(start, length, sample, (draw, rate24, flip, forced), key, BLOCK_B)
+    if PLAN.spec.empty != "skip":
+        empty = (count == 0) & (length > 0)
+        token = length - 1
+        if PLAN.spec.empty == "redraw":
+            # The rate and the number of one token change places; as far as the rate may go.
+            token = (u24_of(seq * 0 + 1, draw, sample, RATE, key) * length) >> 24
+            new24 = u24_of(start + token, draw, sample, MARKS, key)
+            most24 = rate24 if PLAN.given_rate else PLAN.low24 + PLAN.span24
+            rate24 = tl.where(empty, tl.minimum(new24, most24), rate24)
+        forced = tl.where(empty, token, -1)
+        if PLAN.spec.empty == "redraw":
+            how = draw, rate24, flip, forced
+            count = count_marks(start, length, sample, how, key, BLOCK_B)
+        else:
+            count = tl.where(empty, 1, count)
+    return (draw, rate24, flip, forced), count

@@ -2,14 +2,21 @@
 
 Each program recomputes what it needs of a draw (_block_mask_draw_triton.py): nothing passes between
 programs. Letters: T tokens, S sequences, B block size, R bound on the supervised rows, Q sequences
-that program 0 handles at a time.
+that program 0 handles at a time. A block wider than a tile is gone through in tiles.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ._block_mask_draw_triton import choose_block, draw_marks, marked, plan_draw, u24_of
+from ._block_mask_draw_triton import (
+    choose_block,
+    draw_marks,
+    marks_at,
+    marks_of_tile,
+    plan_draw,
+    u24_of,
+)
 from ._block_mask_types import MaskedBatch, MaskInputs, MaskSpec
 from ._device_triton import on_device
 from .philox import Stream, split_seed
@@ -21,6 +28,8 @@ IGNORE = tl.constexpr(-100)
 NUMBERS = ["S", "R", "chunks", "max_blocks", "key_low", "key_high"]
 
 TILE = 512  # tokens that a program handles at a time, 4 a thread
+# Left alone, ptxas aims at 128 registers and spills 16 bytes (Triton 3.6). ROCm has no such limit.
+REGISTERS = {} if torch.version.hip else {"maxnreg": 168}
 
 
 @triton.jit
@@ -34,13 +43,10 @@ def _list_rows(
         seq = (first + tl.arange(0, BLOCK_Q)).to(tl.int64)
         inside = seq < S
         index, start, length, factor = choose_block(seq, inside, sequences, max_blocks, key, PLAN)
-        _, rate24, _, _, marks = draw_marks(
-            seq, inside, start, length, sequences, key, PLAN, BLOCK_B)
-        marks = marks & inside[:, None]
-        ones = marks.to(tl.int64)
-        count = tl.sum(ones, axis=1)
+        sample = tl.load(sequences[4] + seq, mask=inside, other=0)
+        how, count = draw_marks(seq, inside, start, length, sequences, key, PLAN, BLOCK_B)
+        rate24 = how[1]
         before = found + tl.cumsum(count, axis=0) - count
-        slot = before[:, None] + tl.cumsum(ones, axis=1) - ones
         found += tl.sum(count, axis=0)
 
         denominator = count
@@ -53,11 +59,16 @@ def _list_rows(
         # fp64, as in torch: one rounding, so the weights are the same bits too.
         weight = (factor * scale / tl.maximum(denominator, 1).to(tl.float64)).to(tl.float32)
         row_start = tl.load(sequences[0] + seq, mask=inside, other=0)
-        row = (row_start + start)[:, None] + tl.arange(0, BLOCK_B)[None, :]
-        tl.store(rows_out[0] + slot, row, mask=marks)
-        target = tl.load(ids_ptr + row, mask=marks, other=0)
-        tl.store(rows_out[1] + slot, target.to(tl.int64), mask=marks)
-        tl.store(rows_out[2] + slot, weight[:, None] + tl.zeros_like(slot), mask=marks)
+        for offset in range(0, tl.max(length, axis=0).to(tl.int32), BLOCK_B):
+            marks = marks_of_tile(offset, start, length, sample, how, key, BLOCK_B)
+            ones = marks.to(tl.int64)
+            slot = before[:, None] + tl.cumsum(ones, axis=1) - ones
+            before += tl.sum(ones, axis=1)
+            row = (row_start + start)[:, None] + offset + tl.arange(0, BLOCK_B)[None, :]
+            tl.store(rows_out[0] + slot, row, mask=marks)
+            target = tl.load(ids_ptr + row, mask=marks, other=0)
+            tl.store(rows_out[1] + slot, target.to(tl.int64), mask=marks)
+            tl.store(rows_out[2] + slot, weight[:, None] + tl.zeros_like(slot), mask=marks)
         tl.store(sequences_out[0] + seq, index, mask=inside)
         tl.store(sequences_out[1] + seq, start, mask=inside)
         tl.store(sequences_out[2] + seq, length, mask=inside)
@@ -84,8 +95,7 @@ def _write_tokens(
     seq = index + tl.arange(0, 1)  # a vector of one, as the helpers take it
     inside = seq < S
     _, start, length, _ = choose_block(seq, inside, sequences, max_blocks, key, PLAN)
-    draw, rate24, flip, force, _ = draw_marks(
-        seq, inside, start, length, sequences, key, PLAN, BLOCK_B)
+    how, _ = draw_marks(seq, inside, start, length, sequences, key, PLAN, BLOCK_B)
     prompt = tl.load(sequences[2] + seq)
     end = prompt + tl.load(sequences[3] + seq)
     sample = tl.load(sequences[4] + seq)
@@ -97,9 +107,7 @@ def _write_tokens(
         in_row = position < row_length
         ids = tl.load(ids_ptr + row_start + position, mask=in_row, other=0)
         offset = position - start
-        marks = marked(position, draw, sample, rate24, flip, key)
-        marks = marks | (force & (offset == length - 1))
-        marks = marks & (offset >= 0) & (offset < length)
+        marks = marks_at(offset, start, length, sample, how, key)
         hidden = (offset >= length) & (position < end)
         if PLAN.leak24 > 0:
             hidden = hidden & (u24_of(position, own_draw, sample, SUFFIX, key) >= PLAN.leak24)
@@ -148,7 +156,7 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
     ]
     # Where nothing was given, something to point to.
     sequences = [inputs.row_start if value is None else value for value in sequences]
-    block_b = triton.next_power_of_2(spec.block_size)
+    block_b = min(TILE, triton.next_power_of_2(spec.block_size))  # wider blocks go round
     # About one program per tile of tokens; a longer sequence goes round.
     chunks = max(1, triton.cdiv(numel, TILE * max(1, num_sequences)))
     # Signed words: a seed above 2^31 must not change the argument's type and compile anew.
@@ -162,8 +170,7 @@ def block_mask_triton(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
             tuple(value.contiguous() for value in sequences),
             num_sequences, bound, chunks, sequences[6].shape[-1], key_low, key_high,
             PLAN=plan_draw(inputs, spec),
-            BLOCK_B=block_b, BLOCK_Q=max(1, TILE // block_b), BLOCK_T=TILE,
-            # Left alone, ptxas aims at 128 registers and spills 16 bytes (Triton 3.6).
-            num_warps=4, maxnreg=168, enable_fp_fusion=False,
+            BLOCK_B=block_b, BLOCK_Q=TILE // block_b, BLOCK_T=TILE,
+            num_warps=4, enable_fp_fusion=False, **REGISTERS,
         )
     return batch

@@ -11,12 +11,19 @@ ONE24 = 1 << 24
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """How `block_mask` corrupts; ValueError for a combination that would bias the loss.
+    """How `block_mask` corrupts; ValueError for a combination whose weights would mean nothing.
 
     low, high: the mask rate is uniform between them.
     weight: of a supervised token: 1/count ("count"), 1/(rate * block length) ("rate", the NELBO
       weight) or 1/block length ("flat"), always times the `factor` of `block_mask`.
-    empty: if no token of the block is marked, its "last" one is, or the draw is left out ("skip").
+    empty: what becomes of a draw that marks nothing, 11 % of them at 8 tokens and rates on (0, 1).
+      "redraw": the rate and the number of one uniformly chosen token change places. Every token of
+      a block has the same expected weight 1 / length at weight "count", whatever the rates; with
+      low 0 and high 1 (and no pairs) rate and marks are distributed as in a draw that marked
+      something: the masked count is uniform on 1..length, and the loss estimates the NELBO per
+      token without bias.
+      "last": the block's last token is marked (the paper's text), whose expected weight then is
+      twice that of each other token (1.99 times at 8 tokens and low 1e-3). "skip": nothing is.
     block_factor: "mean" estimates the average over a response's blocks, "sum" their sum.
     prefix_noise: share of earlier response tokens masked; suffix_leak: share of later ones visible.
     block_origin: the grid starts at the "response" or at "absolute" position 0 of the row.
@@ -31,7 +38,7 @@ class MaskSpec:
     low: float = 1e-3
     high: float = 1.0
     weight: str = "count"
-    empty: str = "last"
+    empty: str = "redraw"
     block_factor: str = "mean"
     prefix_noise: float = 0.0
     suffix_leak: float = 0.0
@@ -39,7 +46,7 @@ class MaskSpec:
     pairs: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"weight": ("count", "rate", "flat"), "empty": ("last", "skip"),
+        choices = {"weight": ("count", "rate", "flat"), "empty": ("redraw", "last", "skip"),
                    "block_factor": ("mean", "sum")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -51,10 +58,10 @@ class MaskSpec:
             raise ValueError(f"0 <= low <= high <= 1 must hold, not {self.low} and {self.high}")
         if not (0 <= self.prefix_noise <= 1 and 0 <= self.suffix_leak <= 1):
             raise ValueError("prefix_noise and suffix_leak must lie in [0, 1]")
-        if self.weight != "count" and self.empty == "last":
+        if self.weight != "count" and self.empty != "skip":
             # 52 % too much loss at B 8: the fallback adds rows that 1/rate never asked for.
-            raise ValueError(f'weight="{self.weight}" needs empty="skip": the last-token fallback '
-                             'is unbiased with weight="count" only')
+            raise ValueError(f'weight="{self.weight}" needs empty="skip": filling empty draws '
+                             'belongs to weight="count" and biases every other')
         if self.weight == "rate" and self.pairs:
             raise ValueError('weight="rate" can\'t go with pairs: a pair is conditioned on both '
                              'halves being non-empty; use weight="count" or "flat"')
@@ -62,6 +69,11 @@ class MaskSpec:
     @property
     def grid(self) -> BlockGrid:
         return BlockGrid(self.block_size, self.block_origin)
+
+    @property
+    def bounds24(self) -> tuple[int, int]:
+        """low and high in units of 2^-24."""
+        return round(self.low * ONE24), round(self.high * ONE24)
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class MaskedBatch:
 
 @dataclass(frozen=True)
 class MaskInputs:
-    """Validated arguments, int64 unless said."""
+    """The tensors that the operator gets, int64 unless said."""
 
     ids: Tensor  # [T] of any integer dtype
     row_start: Tensor  # [S] index of each sequence's first token in ids
@@ -95,8 +107,8 @@ class MaskInputs:
     response_lengths: Tensor  # [S]
     sample_ids: Tensor  # [S]
     draw: Tensor  # [S]
+    block_draw: Tensor | None = None  # [S]; None: draw
     block: Tensor | None = None  # [S]
     block_weights: Tensor | None = None  # [S, M]
-    block_draw: Tensor | None = None  # [S]; None: draw
     rate: Tensor | None = None  # [S] in units of 2^-24
     factor: Tensor | None = None  # [S] fp64

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from ._block_mask import IGNORE, MaskedBatch, MaskSpec
+from ._block_mask_torch import IGNORE
+from ._block_mask_types import MaskedBatch, MaskSpec
 from ._linear_argmax import GumbelKey
 from .philox import MASK32, Stream, gumbel, gumbel_key, gumbel_u24, philox_words, split_seed
 
@@ -161,7 +162,17 @@ class _Dice:
                 rate24, marked = shared24, rest if self.draw % 2 else shared
         if not marked and length and self.spec.empty == "last":
             marked = {start + length - 1}
+        if not marked and length and self.spec.empty == "redraw":
+            rate24, marked = self._redrawn(rate24, start, length)
         return rate24, marked
+
+    def _redrawn(self, rate24: int, start: int, length: int) -> tuple[int, set[int]]:
+        """An empty draw's rate takes the number of one token, which is marked."""
+        token = start + (self.u24(Stream.RATE, 1) * length >> 24)
+        high = round(self.spec.high * 2**24) if self.rate24 is None else rate24
+        rate24 = min(self.u24(Stream.MARKS, token), high)
+        positions = range(start, start + length)
+        return rate24, {p for p in positions if self.u24(Stream.MARKS, p) < rate24} | {token}
 
     def hides(self, position: int, start: int, end: int) -> bool:
         """Whether a response token outside the active block [start, end) is masked."""

@@ -103,12 +103,17 @@ def test_given_rates_factors_and_block_draws_are_used():
 
 
 def test_more_sequences_and_longer_rows_than_one_tile_holds():
-    """80 sequences of blocks of 32 take 5 rounds of the row list; 1300 tokens take 3 tiles."""
+    """80 sequences of blocks of 32 take 5 rounds of the row list; 1300 tokens take 3 tiles, and so
+    does a block of 1100."""
     spec = MaskSpec(block_size=32, mask_id=MASK, seed=5)
     many = packed([1] * 80, [40] * 80, [0] * 80)
     assert_same(*both(*many[:3], spec, cu_seqlens=many[3]))
     long = packed([100], [1100], [100])
-    assert_same(*both(*long[:3], MaskSpec(block_size=600, mask_id=MASK), cu_seqlens=long[3]))
+    for more in (dict(pairs=True), dict(high=0.0, low=0.0)):
+        spec = MaskSpec(block_size=1100, mask_id=MASK, seed=1, **more)
+        own, expected = both(*long[:3], spec, cu_seqlens=long[3], draw=5)
+        assert_same(own, expected)
+    assert own.count == 1 and own.rows[0] - 100 >= 512  # past the first tile
 
 
 def test_padded_rows_give_the_marks_of_packed_ones():
