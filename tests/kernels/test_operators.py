@@ -5,10 +5,15 @@ The small functions are plain torch where nobody asks for Triton, so that every 
 them; linear_argmax and philox_uniform are operators everywhere.
 """
 
+import subprocess
+import sys
+
 import operator_cases as cases
 import pytest
 import torch
-from bwsft_kernels import linear_argmax, philox_uniform, rms_norm
+from bwsft_kernels import GumbelKey, linear_argmax, philox_uniform, rms_norm
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DIFFERENTIABLE = [name for name, call in cases.CALLS.items() if call[3]]
 OPAQUE = [name for name, call in cases.CALLS.items() if not call[3]]
@@ -82,3 +87,36 @@ def test_no_gradient_flows_and_none_is_asked_for():
 
     expected = philox_uniform(torch.arange(3), 0, 1, seed=2, stream=3).sum()
     torch.testing.assert_close(torch.func.grad(scaled)(torch.tensor(1.0)), expected)
+
+
+@pytest.mark.parametrize("name", cases.CALLS)
+def test_tensors_of_a_gpu_are_traced_as_operators(name):
+    """On a machine without one: what torch.compile sees there."""
+    function, arguments, options, _ = cases.CALLS[name]
+    seen = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.name())
+            return func(*args, **(kwargs or {}))
+
+    def on_gpu(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="cuda")
+
+    with FakeTensorMode(), Names():
+        fakes = [on_gpu(value) for value in arguments]
+        if key := options.get("gumbel"):
+            noise = {name: on_gpu(value) for name, value in vars(key).items()}
+            options = options | {"gumbel": GumbelKey(**noise)}
+        found = cases.outputs(function, fakes, options)
+    assert f"bwsft_kernels::{function.__name__}" in seen
+    assert {t.device.type for t in found} == {"cuda"}
+
+
+def test_the_import_is_light():
+    """torch._dynamo takes a second, and triton is optional."""
+    code = "import bwsft_kernels, sys; print({'torch._dynamo', 'triton'} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "set()\n", run.stderr
