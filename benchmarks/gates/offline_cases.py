@@ -11,6 +11,7 @@ from bwsft_kernels import (
     _linear_argmax_triton,
     _linear_cross_entropy_bwd_triton,
     _linear_cross_entropy_fwd_triton,
+    _philox_triton,
     _rms_norm,
     _rms_norm_triton,
     _rotary_triton,

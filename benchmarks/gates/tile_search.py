@@ -78,7 +78,7 @@ def launchers(kernel: str, rows: int, device: str = "cuda", dtype=torch.bfloat16
     if kernel in ("logits", "loss"):
         target = torch.randint(VOCAB, (rows,), device=device)
         row_weight = torch.ones(rows, device=device) if kernel == "logits" else None
-        scratch = torch.empty(rows * VOCAB * 4, dtype=torch.uint8, device=device)
+        scratch = torch.empty(rows, VOCAB * 4, dtype=torch.uint8, device=device)
         given = x, head, None, target, row_weight, None, None, None, scratch
         return {CUBLAS: lambda: fwd.by_cublas(*given), TRITON: lambda: fwd.by_triton(*given)}
     noise = torch.zeros(5, rows, dtype=torch.int64, device=device) if kernel == "noise" else None

@@ -35,7 +35,7 @@ def loss_and_grad(
     softcap: float | None, excluded_id: int | None,
     scratch: Tensor,  # uint8 [N or more, row_bytes]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N], [N, V], [N]
-    """(unweighted loss, 0 where row_weight is; g in the dtype of x, which lies in `scratch`; s): the
+    """(unweighted loss, 0 where row_weight is; g in the dtype of x, inside `scratch`; s): the
     gradient of the logits, times row_weight, is g * s[:, None]."""
     size, vocabulary = len(x), len(weight)
     logits = scratch[:size].view(x.dtype)

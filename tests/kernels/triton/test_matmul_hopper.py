@@ -58,7 +58,7 @@ def test_loss_and_logits_gradient(
     wide, narrow = _tuning.Tile(16, 256, 64, 4, 4, True), _tuning.Tile(32, 64, 32, 4, 3, True)
     for tile in (PLAIN, wide, narrow):
         (tensors, smooth), width = fwd._prepare(x, weight, bias, smoothing), -(-v // 64) * 64
-        scratch = torch.empty(n * (2 * width + fwd._part_bytes(v, 16)), dtype=torch.uint8)
+        scratch = torch.empty(n, 2 * width + fwd._part_bytes(v, 16), dtype=torch.uint8)
         with only(tile):
             loss, grad = fwd.by_triton(
                 *tensors, target, row_weight, smooth, *options.values(), scratch)

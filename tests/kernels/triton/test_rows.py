@@ -50,13 +50,15 @@ def truth(logits, target, weight, smoothing, softcap, excluded_id):
 
 def run(x, w, bias, target, weight, *options):
     """loss_and_grad by this road, in scratch full of an earlier chunk."""
-    scratch = torch.full((len(x) * loss_triton.row_bytes(
-        len(w), x.dtype, len(x), x.device, options[1], options[0]) + 64,), 0xFF, dtype=torch.uint8)
-    loss, grad = loss_triton.loss_and_grad(x, w, bias, target, weight, *options, scratch)
+    smooth = isinstance(options[0], torch.Tensor) or options[0] != 0
+    need = loss_triton.row_bytes(len(w), x.dtype, len(x), x.device, options[1], smooth)
+    scratch = torch.full((len(x) + 1, need), 0xFF, dtype=torch.uint8)
+    loss, grad, scale = loss_triton.loss_and_grad(x, w, bias, target, weight, *options, scratch)
     assert loss.dtype == torch.float32 and grad.dtype == x.dtype
     assert grad.shape == (len(x), -(-len(w) // 64) * 64) and not grad[:, len(w):].any()
-    base = scratch.data_ptr()
-    assert base <= grad.data_ptr() < base + len(scratch)
+    # Where `finish` looks for the gradient of a row: where the row's scratch begins.
+    assert grad.data_ptr() == scratch.data_ptr() and scale is None
+    assert grad.stride() == (need // x.element_size(), 1)
     return loss, grad[:, : len(w)]
 
 
@@ -273,6 +275,6 @@ def test_head_loss_is_the_loss_while_training_in_chunks_too(road, dtype):
 
 def test_too_little_scratch():
     x, w, target = normal(3, 8), normal(100, 8), torch.tensor([0, 1, 2])
-    with pytest.raises(ValueError, match="scratch must have 3 \\* 512 bytes, not 1535"):
+    with pytest.raises(ValueError, match=r"scratch must be \[3, 512\] or more, not \[3, 511\]"):
         loss_triton.loss_and_grad(x, w, None, target, torch.ones(3), 0.0, None, None,
-                                  torch.empty(1535, dtype=torch.uint8))
+                                  torch.empty(3, 511, dtype=torch.uint8))
