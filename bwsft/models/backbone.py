@@ -146,7 +146,7 @@ class Backbone(nn.Module):
     def forward(
         self, batch: Any, rows: Tensor | None, target: Tensor | None, row_weight: Tensor | None,
         context: Context | None = None, smoothing: Tensor | float = 0.0,
-        excluded_id: int | None = None,
+        excluded_id: int | None = None, num_rows: Callable[[], int] | None = None,
     ) -> Any:  # fmt: skip
         """Weighted sum of cross-entropies over the supervised tokens, a float32 scalar.
 
@@ -159,7 +159,8 @@ class Backbone(nn.Module):
         and with a cache all layers do. ``rows`` None is the context pass, which fills that cache.
         ``target`` None predicts: ``linear_argmax`` of the rows, [MASK] left out.
 
-        ``smoothing``, a number or [N], and ``excluded_id`` are those of ``linear_cross_entropy``.
+        ``smoothing``, a number or [N], and ``excluded_id`` are those of ``linear_cross_entropy``;
+        ``num_rows``, called once the layers are on their way, gives its ``num_rows``.
         """
         if rows is None:
             self.fill(batch, context.cache)
@@ -171,6 +172,7 @@ class Backbone(nn.Module):
         if target is None:
             return linear_argmax(hidden, weight, mask_id=self.family.mask_id, **head)
         head |= {"row_weight": row_weight, "label_smoothing": smoothing, "excluded_id": excluded_id}
+        head["num_rows"] = None if num_rows is None else num_rows()
         return linear_cross_entropy(hidden, weight, target, reduction="sum", **head)
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
@@ -224,8 +226,8 @@ def check_context(family: Family, context: str) -> None:
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
     """``ValueError`` if a token id on the CPU is out of range. A CUDA tensor is left alone: its
-    check would wait for the device, and the embedding asserts there."""
-    if ids.device.type != "cpu" or ids.numel() == 0:
+    check would wait for the device, and the embedding asserts there; so is one that is compiled."""
+    if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
         return
     low, high = (int(i) for i in ids.aminmax())
     if low < 0 or high >= vocab_size:
@@ -241,7 +243,8 @@ def check_positions(
     """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum. Under
     a mask a sequence may hold copies at the same positions: there the positions alone count."""
     longest = longest if mask is None else 0
-    if position_ids is not None and position_ids.device.type == "cpu" and position_ids.numel():
+    readable = not torch.compiler.is_compiling() and position_ids is not None
+    if readable and position_ids.device.type == "cpu" and position_ids.numel():
         low, high = (int(i) for i in position_ids.aminmax())
         if low < 0:
             raise ValueError(f"position id {low} is negative")

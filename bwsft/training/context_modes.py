@@ -40,6 +40,22 @@ class Loss(NamedTuple):
     region: Tensor  # 0-dim: tokens of the supervised regions, masked or not
 
 
+def on_host(count: Tensor) -> Callable[[], int]:
+    """A function that returns a 0-dim count. From a GPU it is copied from now on, and the layers
+    are launched meanwhile: the head must know its rows, and nothing waits for them."""
+    if not count.is_cuda:
+        return lambda: int(count)
+    host = torch.empty((), dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> int:
+        copied.synchronize()
+        return int(host)
+
+    return read
+
+
 @dataclass(frozen=True)
 class ContextMode:
     """One context mode, with the model and the objective that it joins."""
@@ -72,9 +88,11 @@ class ContextMode:
         self, draw: Draw, context: Context | None, excluded_id: int | None = None
     ) -> Tensor:
         """Weighted sum of CE of a draw: the model's one forward."""
+        count = on_host(draw.num_rows)
         with self.autocast():
             supervised = draw.rows, draw.target, draw.weight
-            return self.backbone(draw.noisy, *supervised, context, draw.smoothing, excluded_id)
+            return self.backbone(
+                draw.noisy, *supervised, context, draw.smoothing, excluded_id, count)
 
     @torch.no_grad()
     def predict(self, noisy: Batch, rows: Tensor) -> LinearArgmax:

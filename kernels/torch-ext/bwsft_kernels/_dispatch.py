@@ -12,22 +12,6 @@ import torch
 from torch import Tensor
 
 
-def graph_break(fn: Callable) -> Callable:
-    """Make `fn` one graph break under torch.compile.
-
-    torch.compiler.disable as a decorator would import torch._dynamo, about a second, for users who
-    never compile; before that import nothing can be compiling, so the plain function may run.
-    """
-
-    @functools.wraps(fn)
-    def call(*args, **kwargs):
-        if "torch._dynamo" not in sys.modules:
-            return fn(*args, **kwargs)
-        return torch.compiler.disable(fn)(*args, **kwargs)
-
-    return call
-
-
 def tracked(*tensors: Tensor | None) -> bool:
     """Whether autograd records what is computed from the tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -53,40 +37,6 @@ def check_float(**tensors: Tensor | None) -> None:
 def _is_distributed(tensor: Tensor) -> bool:
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, distributed.DTensor)
-
-
-def once_differentiable(name: str) -> Callable[[Callable], Callable]:
-    """Decorator of a backward: what it returns raises where it is differentiated again, as a
-    gradient penalty does. Without it the second derivative would silently be 0."""
-
-    def decorate(backward: Callable) -> Callable:
-        @functools.wraps(backward)
-        def call(ctx, *upstream):
-            with torch.no_grad():
-                grads = backward(ctx, *upstream)
-            if not torch.is_grad_enabled():  # the usual case: no create_graph=True
-                return grads
-            return tuple(
-                _NoSecondDerivative.apply(g, g.new_zeros(0).requires_grad_(), name)
-                if isinstance(g, Tensor) else g for g in grads
-            )
-
-        return call
-
-    return decorate
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of grad; anchor makes it part of a graph."""
-
-    @staticmethod
-    def forward(ctx, grad: Tensor, anchor: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor):
-        raise RuntimeError(f"{ctx.name} has no second derivative (double backward)")
 
 
 @functools.cache
