@@ -93,8 +93,9 @@ _found = {}
 
 
 def architecture(device: torch.device) -> int | str:
-    """80, 90 or SAFE; the interpreter's CPU is SAFE."""
-    if device.type != "cuda":
+    """80, 90 or SAFE; the interpreter's CPU is SAFE, and so are AMD's cards, whose (9, 0) is no
+    Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return SAFE
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor if (major, minor) in ((8, 0), (9, 0)) else SAFE
