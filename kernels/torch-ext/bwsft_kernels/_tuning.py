@@ -39,7 +39,7 @@ ANY_ROWS = 1 << 40
 # loss and logits' gradient, "loss" the loss alone, "grad_input" the input's gradient.
 # NO ENTRY WAS MEASURED: these are calculated for D 4096, V 126464. One measurement replaces them.
 ROADS = {
-    # 6 bytes of traffic for each logit and not cuBLAS's 14, 0.25 ms less at N 512: breaks even where
+    # 6 bytes of traffic for a logit and not cuBLAS's 14, 0.25 ms less at N 512: breaks even where
     # the product takes 12 % longer than cuBLAS's 2.1 ms (at 250 TFLOP/s). And half the scratch.
     ("logits", 80, 2): ((ANY_ROWS, TRITON),),
     # One pass over the head is the whole time up to 153 rows on an A100, 267 on an H100, and logits
