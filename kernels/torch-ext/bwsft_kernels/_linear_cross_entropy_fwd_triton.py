@@ -75,12 +75,12 @@ def loss_and_grad(
     need = size, row_bytes(len(weight), x.dtype, size, x.device, softcap, smooth)
     if any(there < least for there, least in zip(scratch.shape, need, strict=True)):
         raise ValueError(f"scratch must be {list(need)} or more, not {list(scratch.shape)}")
+    if size == 0:
+        return row_weight.new_empty(0), x.new_empty(0, _width(len(weight))), None
     head, smoothing = _prepare(x, weight, bias, smoothing)
     rows = target.contiguous(), row_weight.contiguous(), smoothing, softcap, excluded_id
     runs = {road: partial(run, *head, *rows, scratch) for road, run in _RUNS.items()}
-    road = CUBLAS
-    if size and not _needs_logits(softcap, smooth):
-        road = tuned_road("logits", x, size, runs)
+    road = CUBLAS if _needs_logits(softcap, smooth) else tuned_road("logits", x, size, runs)
     return *runs[road](), None
 
 
@@ -203,7 +203,7 @@ def _prepare(
     x: Tensor, weight: Tensor, bias: Tensor | None, smoothing: Tensor | float
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor | None]:
     """((x, weight, bias [W]), smoothing [N] or None), laid out as the kernels want them."""
-    if bias is not None:
+    if bias is not None and len(weight) % 64:
         bias = torch.nn.functional.pad(bias, (0, _width(len(weight)) - len(weight)))
     if isinstance(smoothing, Tensor):
         smoothing = smoothing.contiguous()

@@ -1,6 +1,6 @@
 """Operators of torch.library whose body is called directly where nobody is watching.
 
-torch.compile, export, fake tensors and dispatch modes see one operator with its fake, its gradient
+torch.compile, export and fake tensors see one operator with its fake, its gradient
 and a clear refusal of vmap. In plain eager mode the dispatcher would cost a Python operator 10 us a
 call, and 18 us with gradients, several times what its kernel takes; so there the same body and the
 same gradient run without it.
@@ -58,7 +58,7 @@ def operator(
             return op(*args)
         if torch._C._are_functorch_transforms_active():
             return transformed.apply(*args)
-        if torch._C._len_torch_dispatch_stack():
+        if torch._C._len_torch_dispatch_stack() and recorded():
             return op(*args)
         wanted = False
         for arg in args[:tensors]:
@@ -71,6 +71,12 @@ def operator(
         return apply(*args) if wanted and torch.is_grad_enabled() else body(*args)
 
     return call
+
+
+def recorded() -> bool:
+    """Whether a mode is active that must see an operator whole: a tracer's, or fake tensors'.
+    Counters of FLOPs or operators see what its body does."""
+    return any(map(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.__members__.values()))
 
 
 def _function(name: str, **methods: Callable) -> type[torch.autograd.Function]:

@@ -45,11 +45,11 @@ ANY_ROWS = 1 << 40
 # loss and logits' gradient, "loss" the loss alone, "grad_input" the input's gradient.
 # NO ENTRY WAS MEASURED: these are calculated for D 4096, V 126464. One measurement replaces them.
 ROADS = {
-    # 6 bytes of traffic for each logit and not cuBLAS's 14: 0.19 ms and not 0.44 at N 512, of 4.1
-    # in all, so a product 11 % slower than cuBLAS's breaks even; and half the scratch.
+    # 6 bytes of traffic for a logit and not cuBLAS's 14, 0.25 ms less at N 512: breaks even where
+    # the product takes 12 % longer than cuBLAS's 2.1 ms (at 250 TFLOP/s). And half the scratch.
     ("logits", 80, 2): ((ANY_ROWS, TRITON),),
-    # One pass over the head is the whole time up to 153 rows on an A100, 267 on an H100. Above, the
-    # 11 % hold again on an A100; on an H100 a product without TMA falls further behind.
+    # One pass over the head is the whole time up to 153 rows on an A100, 267 on an H100, and logits
+    # aren't stored. Above, the 12 % hold again; an H100 loses more than that without TMA.
     ("loss", 80, 2): ((512, TRITON), (ANY_ROWS, CUBLAS)),
     ("loss", 90, 2): ((256, TRITON), (ANY_ROWS, CUBLAS)),
     # 128 tiles for 108 processors leave 41 % of two waves idle; split sums fill 99 % (N 640: 99 %).
@@ -84,7 +84,9 @@ TABLE = {
 TABLE["stats", 80, 2] = (*TABLE["loss", 80, 2][:-1], (ANY_ROWS, Tile(128, 128, 64, 8, 3)))
 TABLE["stats", 90, 2] = TABLE["loss", 90, 2]
 TABLE["stats", SAFE, 2] = TABLE["loss", SAFE, 2]
-TABLE["capped", 80, 2] = TABLE["stats", 80, 2]
+TABLE["capped", 80, 2] = (
+    *TABLE["loss", 80, 2][:2], (64, Tile(64, 128, 64, 8, 4)), TABLE["stats", 80, 2][-1],
+)
 TABLE["capped", 90, 2] = TABLE["loss", 90, 2]
 TABLE["capped", SAFE, 2] = ((16, Tile(16, 128, 64, 4, 3)), (ANY_ROWS, Tile(64, 128, 32, 8, 4)))
 for _arch in (80, 90, SAFE):
@@ -112,8 +114,9 @@ _found = {}
 
 
 def architecture(device: torch.device) -> int | str:
-    """80, 90 or SAFE; the interpreter's CPU is SAFE."""
-    if device.type != "cuda":
+    """80, 90 or SAFE; the interpreter's CPU is SAFE, and so are AMD's cards, whose (9, 0) is no
+    Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return SAFE
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor if (major, minor) in ((8, 0), (9, 0)) else SAFE
