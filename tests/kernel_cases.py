@@ -81,9 +81,9 @@ ROADS = ["cublas", "triton"]
 
 @contextlib.contextmanager
 def taking(road):
-    """Inside, every product of the fused loss in Triton's interpreter takes this road."""
-    keys = [(name, _tuning.SAFE, size) for name in ("logits", "loss", "grad_input")
-            for size in (2, 4)]
+    """Inside, every product of the fused loss takes this road, whatever the card."""
+    keys = [(name, arch, size) for name in ("logits", "loss", "grad_input")
+            for arch in (80, 90, _tuning.SAFE) for size in (2, 4)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_tuning, "ROADS", {key: ((_tuning.ANY_ROWS, road),) for key in keys})
         yield

@@ -20,7 +20,7 @@ from bwsft_kernels import (
     swiglu,
     torch_ops,
 )
-from kernel_cases import DTYPES
+from kernel_cases import DTYPES, ROADS, taking
 from kernel_cases import assert_same_fields as assert_same
 
 pytestmark = [
@@ -48,21 +48,25 @@ def grads(function, x, head, bias, target, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_cross_entropy(shape, dtype, assert_no_worse):
+@pytest.mark.parametrize("road", ROADS)
+def test_linear_cross_entropy(shape, dtype, road, assert_no_worse):
     n, v, d = shape
     x, head, bias = normal(n, d, dtype=dtype), normal(v, d, seed=1, dtype=dtype) / d**0.5, normal(v)
     target = torch.randint(v, (n,), device="cuda")
     target[::4] = -100
-    for options in ({}, dict(label_smoothing=0.1, softcap=20.0, row_weight=torch.rand(n).cuda())):
+    weight = torch.rand(n).cuda()
+    for options in ({}, dict(label_smoothing=0.1, row_weight=weight), dict(softcap=20.0),
+                    dict(label_smoothing=0.1, softcap=20.0)):
         case = x, head, bias.to(dtype), target
-        own = grads(linear_cross_entropy, *case, impl="triton", **options)
+        with taking(road):
+            own = grads(linear_cross_entropy, *case, impl="triton", **options)
         expected = grads(linear_cross_entropy, *case, impl="torch", **options)
         wide = [t.double() for t in case[:3]]
         truth = grads(reference.linear_cross_entropy, *wide, target, **options)
         eps = torch.finfo(torch.float32).eps
         for one, two, three in zip(own, expected, truth, strict=True):
             assert_no_worse(one, two, three, 64 * eps * float(three.abs().max()) + 1e-7)
-        with torch.no_grad():
+        with torch.no_grad(), taking(road):
             loss = linear_cross_entropy(*case[:2], target, linear_bias=case[2], **options)
         assert_no_worse(loss, expected[0], truth[0], 64 * eps * float(truth[0].abs()))
 

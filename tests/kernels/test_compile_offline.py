@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from bwsft_kernels import _linear_cross_entropy_bwd_triton, _tuning
-from bwsft_kernels._cross_entropy_triton import BLOCK_V
+from bwsft_kernels._cross_entropy_triton import BLOCK_V, cross_entropy_rows
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)
@@ -91,6 +91,20 @@ def test_no_spills_and_tensor_cores(arch, dtype):
 @pytest.mark.parametrize("arch, dtype", SLOW_BUILDS)
 def test_no_spills_and_tensor_cores_elsewhere(arch, dtype):
     check(arch, dtype, ("plain", "all options"))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_narrow_gradient_waits_until_all_threads_have_read(arch):
+    """It is written over logits that other threads of the program read in the same iteration."""
+    logits = torch.empty(5, 50_304, device="meta")
+    grad = logits.view(torch.bfloat16)[:, :50_304]
+    target, weight = logits.new_empty(5, dtype=torch.int64), logits.new_empty(5)
+    (kernel,) = table.compile_launch(lambda: cross_entropy_rows(
+        logits, None, grad, 50_257, target, weight, None, None, None), arch)
+    steps = re.findall(r"ld\.global\S*|bar\.sync|st\.global\S*", kernel.asm["ptx"])
+    last = len(steps) - 1 - steps[::-1].index("bar.sync")
+    assert steps[last - 4 : last] == ["ld.global.v4.b32"] * 4
+    assert steps[last + 1 :] == ["st.global.v4.b32"] * 2
 
 
 def test_a_spill_a_narrow_load_and_too_much_memory_would_be_seen(monkeypatch):

@@ -71,6 +71,8 @@ def test_architecture(capability, arch, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert _tuning.architecture(torch.device("cuda:0")) == arch
     assert _tuning.architecture(torch.device("cpu")) == "safe"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert _tuning.architecture(torch.device("cuda:0")) == "safe"
 
 
 def test_search_prints_an_entry_to_paste_and_runs_once_per_bucket(monkeypatch, capsys):

@@ -69,7 +69,7 @@ def grad_input(
     if len(g) == 0:
         return g.new_zeros(0, weight.shape[1], dtype=torch.float32)
     runs = {
-        CUBLAS: partial(wide_product, g[:, : len(weight)], weight),
+        CUBLAS: lambda: wide_product(g[:, : len(weight)], weight),
         TRITON: partial(split_product, g, weight),
     }
     return runs[tuned_road("grad_input", g, len(g), runs)]()
@@ -96,7 +96,7 @@ def split_product(g: Tensor, weight: Tensor) -> Tensor:  # as of grad_input
             )
         if splits == 1:
             return parts[0]
-        out = torch.empty_like(parts[0])
+        out = torch.empty(size, hidden, dtype=torch.float32, device=g.device)
         _grad_input_merge_kernel[(triton.cdiv(out.numel(), MERGE_BLOCK),)](
             parts, out, out.numel(), K=splits, BLOCK=MERGE_BLOCK, num_warps=4,
             enable_fp_fusion=True,

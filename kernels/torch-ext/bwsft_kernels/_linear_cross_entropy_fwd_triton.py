@@ -67,17 +67,20 @@ def loss_and_grad(
     target: Tensor,  # [N] in [0, V)
     row_weight: Tensor, smoothing: Tensor | float,  # [N] fp32
     softcap: float | None, excluded_id: int | None,
-    scratch: Tensor,  # uint8, N * row_bytes or more, 16-byte aligned
+    scratch: Tensor,  # uint8, N * row_bytes or more, 16-byte aligned and in length
 ) -> tuple[Tensor, Tensor]:  # [N] fp32, [N, W]
     """(unweighted loss, 0 where row_weight is; row_weight * d loss / d logits, in x's dtype, 0 in
     columns from V on). The gradient is a view into scratch."""
     size, need = len(x), row_bytes(len(weight), x.dtype, len(x), x.device, softcap, smoothing)
-    if scratch.numel() < size * need:
-        raise ValueError(f"scratch must have {size} * {need} bytes, not {scratch.numel()}")
+    if scratch.numel() < size * need or scratch.numel() % 16:
+        raise ValueError(f"scratch must have {size} * {need} bytes, or more by a multiple of 16, "
+                         f"not {scratch.numel()}")
+    if size == 0:
+        return row_weight.new_empty(0), x.new_empty(0, _width(len(weight)))
     head, smoothing = _prepare(x, weight, bias, smoothing)
     rows = target.contiguous(), row_weight.contiguous(), smoothing, softcap, excluded_id
     runs = {road: partial(run, *head, *rows, scratch) for road, run in _RUNS.items()}
-    if size == 0 or _needs_logits(softcap, smoothing):
+    if _needs_logits(softcap, smoothing):
         return runs[CUBLAS]()
     return runs[tuned_road("logits", x, size, runs)]()
 
@@ -117,9 +120,11 @@ def by_cublas(
 ) -> tuple[Tensor, Tensor | None]:
     """`loss_and_grad` by fp32 logits; without row_weight the loss alone."""
     (size, _), vocabulary, width = x.shape, len(weight), _width(len(weight))
-    logits = scratch[: size * width * 4].view(torch.float32).view(size, width)
+    logits = scratch.view(torch.float32).as_strided((size, width), (width, 1))
     wide_product(x, weight.t(), logits[:, :vocabulary])
-    grad = None if row_weight is None else logits.view(x.dtype)[:, :width]
+    grad = None
+    if row_weight is not None:
+        grad = scratch.view(x.dtype).as_strided((size, width), (width * 4 // x.itemsize, 1))
     loss = cross_entropy_rows(
         logits, bias, grad, vocabulary, target, row_weight, smoothing, softcap, excluded_id)
     return loss, grad
@@ -142,11 +147,14 @@ def by_triton(
     )  # fmt: skip
 
     def launch(tile: Tile) -> tuple[Tensor, Tensor | None]:
-        e_bytes = width * x.element_size() if want_grad else 0
-        need = e_bytes + _part_bytes(vocabulary, tile.part_cols)
-        buffer = scratch[: size * need].view(size, need)
-        parts = buffer[:, e_bytes:].view(torch.float32)
-        e = buffer.view(x.dtype)[:, :width] if want_grad else None
+        # A row of scratch: its exponentials, then its partial sums.
+        e_bytes = width * x.itemsize if want_grad else 0
+        part_bytes = _part_bytes(vocabulary, tile.part_cols)
+        stride, e = e_bytes + part_bytes, None
+        if want_grad:
+            e = scratch.view(x.dtype).as_strided((size, width), (stride // x.itemsize, 1))
+        parts = scratch.view(torch.float32).as_strided(
+            (size, part_bytes // 4), (stride // 4, 1), e_bytes // 4)
         if tile.tma:
             logits_parts(x, weight, bias, target, e, parts, tile, options)
         else:
@@ -202,7 +210,7 @@ def _prepare(
     x: Tensor, weight: Tensor, bias: Tensor | None, smoothing: Tensor | float
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor | None]:
     """((x, weight, bias [W]), smoothing [N] or None), laid out as the kernels want them."""
-    if bias is not None:
+    if bias is not None and len(weight) % 64:
         bias = torch.nn.functional.pad(bias, (0, _width(len(weight)) - len(weight)))
     if isinstance(smoothing, Tensor):
         smoothing = smoothing.contiguous()

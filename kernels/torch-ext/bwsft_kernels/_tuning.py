@@ -45,11 +45,11 @@ ANY_ROWS = 1 << 40
 # loss and logits' gradient, "loss" the loss alone, "grad_input" the input's gradient.
 # NO ENTRY WAS MEASURED: these are calculated for D 4096, V 126464. One measurement replaces them.
 ROADS = {
-    # 6 bytes of traffic for each logit and not cuBLAS's 14: 0.19 ms and not 0.44 at N 512, of 4.1
-    # in all, so a product 11 % slower than cuBLAS's breaks even; and half the scratch.
+    # 6 bytes of traffic for a logit and not cuBLAS's 14, 0.25 ms less at N 512: breaks even where
+    # the product takes 12 % longer than cuBLAS's 2.1 ms (at 250 TFLOP/s). And half the scratch.
     ("logits", 80, 2): ((ANY_ROWS, TRITON),),
-    # One pass over the head is the whole time up to 153 rows on an A100, 267 on an H100. Above, the
-    # 11 % hold again on an A100; on an H100 a product without TMA falls further behind.
+    # One pass over the head is the whole time up to 153 rows on an A100, 267 on an H100, and logits
+    # aren't stored. Above, the 12 % hold again; an H100 loses more than that without TMA.
     ("loss", 80, 2): ((512, TRITON), (ANY_ROWS, CUBLAS)),
     ("loss", 90, 2): ((256, TRITON), (ANY_ROWS, CUBLAS)),
     # 128 tiles for 108 processors leave 41 % of two waves idle; split sums fill 99 % (N 640: 99 %).
@@ -112,8 +112,9 @@ _found = {}
 
 
 def architecture(device: torch.device) -> int | str:
-    """80, 90 or SAFE; the interpreter's CPU is SAFE."""
-    if device.type != "cuda":
+    """80, 90 or SAFE; the interpreter's CPU is SAFE, and so are AMD's cards, whose (9, 0) is no
+    Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return SAFE
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor if (major, minor) in ((8, 0), (9, 0)) else SAFE

@@ -56,7 +56,7 @@ def run(x, w, bias, target, weight, *options):
     assert loss.dtype == torch.float32 and grad.dtype == x.dtype
     assert grad.shape == (len(x), -(-len(w) // 64) * 64) and not grad[:, len(w):].any()
     base = scratch.data_ptr()
-    assert base <= grad.data_ptr() < base + len(scratch)
+    assert not len(x) or base <= grad.data_ptr() < base + len(scratch)
     return loss, grad[:, : len(w)]
 
 
@@ -108,7 +108,7 @@ def check_head(case, options, road):
         check_rows(*run(*case, *options), logits, target, weight, *options)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(case=head_cases(), road=st.sampled_from(ROADS))
 def test_loss_and_grad(case, road):
     check_head(*case, road)
@@ -257,22 +257,29 @@ def test_splits_fill_the_chip():
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_head_loss_is_the_loss_while_training_in_chunks_too(road, dtype):
-    for seed, (n, v, d) in enumerate([(1, 2, 1), (50, 129, 33)]):
+def test_head_loss_is_the_loss_while_training_in_chunks_too(road, dtype, monkeypatch):
+    chunks, by_road = [], loss_triton._RUNS[road]
+    monkeypatch.setitem(
+        loss_triton._RUNS, road, lambda x, *rest: chunks.append(len(x)) or by_road(x, *rest))
+    for seed, (n, v, d) in enumerate([(1, 2, 1), (23, 129, 33)]):
         x, w, b = (normal(*s, seed=seed).to(dtype) for s in ((n, d), (v, d), (v,)))
         target = torch.arange(n) % v
         for options in ((0.0, None, None), (torch.rand(n), 3.0, v - 1 if v > 2 else None)):
             target[target == options[2]] = 0
             with taking(road):
                 training, _ = run(x, w, b, target, torch.ones(n), *options)
-                chunk_bytes = 40 * loss_triton._row_bytes(v, dtype, x.device, road, False)
+                chunks.clear()
+                chunk_bytes = 10 * loss_triton._row_bytes(v, dtype, x.device, road, False)
                 own = loss_triton.head_loss(x, w, b, target, *options, chunk_bytes)
+            assert chunks == ([1] if n == 1 else [8, 8, 7])
             size = 1 + float(torch.nn.functional.linear(x, w, b).abs().max())
             torch.testing.assert_close(own, training, rtol=0, atol=4 * EPS * size)
 
 
-def test_too_little_scratch():
+def test_no_rows_and_too_little_scratch():
     x, w, target = normal(3, 8), normal(100, 8), torch.tensor([0, 1, 2])
-    with pytest.raises(ValueError, match="scratch must have 3 \\* 512 bytes, not 1535"):
+    none = run(x[:0], w, None, target[:0], torch.ones(0), 0.0, None, None)
+    assert none[0].shape == (0,) and none[1].shape == (0, 100)
+    with pytest.raises(ValueError, match="scratch must have 3 \\* 512 bytes, .*not 1520"):
         loss_triton.loss_and_grad(x, w, None, target, torch.ones(3), 0.0, None, None,
-                                  torch.empty(1535, dtype=torch.uint8))
+                                  torch.empty(1520, dtype=torch.uint8))
