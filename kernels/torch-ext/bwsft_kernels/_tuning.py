@@ -84,7 +84,9 @@ TABLE = {
 TABLE["stats", 80, 2] = (*TABLE["loss", 80, 2][:-1], (ANY_ROWS, Tile(128, 128, 64, 8, 3)))
 TABLE["stats", 90, 2] = TABLE["loss", 90, 2]
 TABLE["stats", SAFE, 2] = TABLE["loss", SAFE, 2]
-TABLE["capped", 80, 2] = TABLE["stats", 80, 2]
+TABLE["capped", 80, 2] = (
+    *TABLE["loss", 80, 2][:2], (64, Tile(64, 128, 64, 8, 4)), TABLE["stats", 80, 2][-1],
+)
 TABLE["capped", 90, 2] = TABLE["loss", 90, 2]
 TABLE["capped", SAFE, 2] = ((16, Tile(16, 128, 64, 4, 3)), (ANY_ROWS, Tile(64, 128, 32, 8, 4)))
 for _arch in (80, 90, SAFE):

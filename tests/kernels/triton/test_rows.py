@@ -115,7 +115,7 @@ def test_loss_and_grad(case, road):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, phases=[Phase.generate])
+@settings(max_examples=100, deadline=None, phases=[Phase.generate])
 @given(case=head_cases((1, 3, 32), (2, 63, 507, 4096)), road=st.sampled_from(ROADS))
 def test_loss_and_grad_many(case, road):
     check_head(*case, road)
