@@ -11,6 +11,7 @@ import torch
 from bwsft_kernels import (
     GumbelKey,
     MaskSpec,
+    _tuning,
     block_mask,
     linear_argmax,
     linear_cross_entropy,
@@ -20,6 +21,8 @@ from bwsft_kernels import (
     swiglu,
     torch_ops,
 )
+from bwsft_kernels import _linear_cross_entropy_bwd_triton as grad_triton
+from bwsft_kernels import _linear_cross_entropy_fwd_triton as loss_triton
 from kernel_cases import DTYPES, ROADS, taking
 from kernel_cases import assert_same_fields as assert_same
 
@@ -272,3 +275,33 @@ def test_doctor_finds_the_kernels_in_use_and_right(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert out.count("Triton: cuda and triton are there") == 6 and out.count(": right") == 2
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+@pytest.mark.parametrize("n, v", [(33, 507), (513, 50257)])
+def test_products_with_tma_equal_those_without(n, v, monkeypatch):
+    """The search's tiles against the table's: fp32 sums in another order, the same bits twice."""
+    x, head = normal(n, 256), normal(v, 256, seed=1) / 16
+    width, target = -(-v // 64) * 64, torch.randint(v, (n,), device="cuda")
+    g = torch.nn.functional.pad(normal(n, v, seed=2), (0, width - v))
+    scratch = torch.empty(n * width * 4, dtype=torch.uint8, device="cuda")
+    weight = torch.rand(n, device="cuda")
+
+    def products():
+        loss, grad = loss_triton.by_triton(
+            x, head, None, target, weight, None, None, None, scratch)
+        return loss, grad.float().clone(), grad_triton.split_product(g, head)
+
+    plain = products()
+    for index in range(2):
+        for kernel in ("logits", "grad_input"):
+            tile = _tuning.CANDIDATES[kernel, 90, 2][index][1]
+            monkeypatch.setitem(_tuning.TABLE, (kernel, 90, 2), ((_tuning.ANY_ROWS, tile),))
+        first, second = products(), products()
+        assert all(map(torch.equal, first, second))
+        for one, other in zip(first, plain, strict=True):
+            scale = float(other.abs().max())
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5 * scale)

@@ -71,3 +71,14 @@ def test_operands_that_tma_cannot_read_take_the_other_kernel(monkeypatch):
     tile = _tuning.CANDIDATES["logits", 90, 2][-1][1]
     kernels = compiled(monkeypatch, "logits", tile, 50_257, full=False, row_stride=HIDDEN + 3)
     assert [k.metadata.name for k in kernels][0] == "_logits_fwd_kernel"
+
+
+def test_the_committed_table_has_every_candidate():
+    page = Path(table.__file__).parents[1] / "results/offline_table_triton-3.9.0.md"
+    rows = [line.split(" | ") for line in page.read_text(encoding="utf-8").splitlines()]
+    present = {(row[0], *row[3:6]) for row in rows if len(row) > 5 and row[2] == "sm_90"}
+    for (kernel, *_), entries in _tuning.CANDIDATES.items():
+        name = "grad_input_hopper" if kernel == "grad_input" else "logits_hopper"
+        for _, tile in entries:
+            shape = f"{tile.rows}x{tile.cols}x{tile.depth}"
+            assert (f"| {name}", shape, str(tile.warps), str(tile.stages)) in present

@@ -145,6 +145,7 @@ def by_triton(
     )  # fmt: skip
 
     def launch(tile: Tile) -> tuple[Tensor, Tensor | None]:
+        # A row of scratch: its exponentials, then its partial sums.
         buffer, e_bytes = scratch[:size], width * x.element_size() if want_grad else 0
         end = e_bytes + _part_bytes(vocabulary, tile.part_cols)
         parts = buffer.view(torch.float32)[:, e_bytes // 4 : end // 4]

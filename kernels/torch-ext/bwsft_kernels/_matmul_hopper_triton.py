@@ -3,7 +3,7 @@
 The same results in the same places as the products of _linear_cross_entropy_fwd_triton.py and
 _linear_cross_entropy_bwd_triton.py, which come here for a tile with `tma`. As many programs as run
 at once take tile after tile; TMA brings the operands to shared memory, where WGMMA reads them, and
-clips what lies past the end of a matrix to 0: no masks, no pointers per thread. Descriptors come
+clips what is past the end of a matrix to 0: no masks, no pointers per thread. Descriptors come
 from the host: made on the device they would need `triton.set_allocator`, which is the user's.
 
 Sums over V are split as in the other file: at N 512 two splits make 128 programs for 132 SMs.

@@ -196,7 +196,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
             run()
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # untimed: the timed one is queued behind it, so nothing waits for the host
+        graph.replay()  # untimed: the timed one is queued before it ends, so no GPU waits
         start.record()
         graph.replay()
         end.record()
