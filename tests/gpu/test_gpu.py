@@ -287,7 +287,7 @@ def test_products_with_tma_equal_those_without(n, v, monkeypatch):
     x, head = normal(n, 256), normal(v, 256, seed=1) / 16
     width, target = -(-v // 64) * 64, torch.randint(v, (n,), device="cuda")
     g = torch.nn.functional.pad(normal(n, v, seed=2), (0, width - v))
-    scratch = torch.empty(n * width * 4, dtype=torch.uint8, device="cuda")
+    scratch = torch.empty(n, width * 4, dtype=torch.uint8, device="cuda")
     weight = torch.rand(n, device="cuda")
 
     def products():

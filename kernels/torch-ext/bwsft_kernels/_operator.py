@@ -76,7 +76,8 @@ def operator(
 def recorded() -> bool:
     """Whether a mode is active that must see an operator whole: a tracer's, or fake tensors'.
     Counters of FLOPs or operators see what its body does."""
-    return any(map(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.__members__.values()))
+    keys = torch._C._TorchDispatchModeKey.__members__.values()
+    return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
 
 
 def _function(name: str, **methods: Callable) -> type[torch.autograd.Function]:

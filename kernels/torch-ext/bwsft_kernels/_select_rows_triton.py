@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._device_triton import on_device
 from ._dispatch import checking
+from ._linear_cross_entropy_args import rows_to_multiply
 
 # One program reads all rows, a block at a time: 8,192 rows are 4 blocks, and no other program has
 # to be waited for.
@@ -88,11 +89,8 @@ def select_rows(
     [0, V) or equal to excluded_id, and a supervised row after the first num_rows, are device-side
     assertions, and ValueError with BWSFT_DEBUG=1.
     """
-    size = most = len(target)
-    if num_rows is not None:
-        if not 0 <= num_rows <= size:
-            raise ValueError(f"num_rows must lie in [0, {size}], not {num_rows}")
-        most = min(size, -(-num_rows // 8) * 8)  # tensor cores like multiples of 8
+    size = len(target)
+    most = size if num_rows is None else rows_to_multiply(size, num_rows)
     index, kept_target, weight, (count, fine) = launch(
         target, row_weight, ignore_index, vocabulary, excluded_id, normalize, most,
         compact=num_rows is None)

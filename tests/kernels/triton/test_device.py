@@ -160,7 +160,7 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
         importlib.import_module(f"bwsft_kernels._{name}_triton")
         for name in (
             "block_mask", "cross_entropy", "linear_argmax", "linear_cross_entropy_bwd",
-            "linear_cross_entropy_fwd", "rms_norm", "rotary", "swiglu",
+            "linear_cross_entropy_fwd", "rms_norm", "rotary", "select_rows", "swiglu",
         )
     ]
     guarded, launched = [], []
@@ -192,4 +192,4 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
     rms_norm(x, torch.ones(8), 1e-5, impl="triton").sum().backward()
     swiglu(x, x, impl="triton").sum().backward()
     rotary(x[:, None], None, *torch.ones(2, 3, 1, 4), impl="triton")
-    assert len(set(launched)) == 13  # the eight files' kernels, all of them
+    assert len(set(launched)) == 14  # the eight files' kernels, all of them

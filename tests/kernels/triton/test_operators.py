@@ -4,6 +4,7 @@ them in torch."""
 import operator_cases as cases
 import pytest
 import torch
+from bwsft_kernels import _operator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # 1 / (1 + exp(200)) is meant
@@ -33,8 +34,7 @@ def test_refusals(name):
     cases.check_refusals(name, "does not run under torch.vmap.* whole batch", impl="triton")
 
 
-def test_what_watches_sees_an_operator():
-    """A dispatch mode, a subclass: anything but plain eager goes through the dispatcher."""
+def test_tracers_see_an_operator_and_counters_its_body(monkeypatch):
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(func.name())
@@ -43,7 +43,10 @@ def test_what_watches_sees_an_operator():
     for name in cases.CALLS:
         names, (function, arguments, own, _) = [], cases.CALLS[name]
         expected = cases.outputs(function, arguments, own | {"impl": "triton"})
-        with Names():
-            found = cases.outputs(function, arguments, own | {"impl": "triton"})
-        assert f"bwsft_kernels::{function.__name__}" in names
-        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+        for recorded in (True, False):
+            monkeypatch.setattr(_operator, "recorded", lambda recorded=recorded: recorded)
+            names.clear()
+            with Names():
+                found = cases.outputs(function, arguments, own | {"impl": "triton"})
+            assert (f"bwsft_kernels::{function.__name__}" in names) == recorded
+            assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))

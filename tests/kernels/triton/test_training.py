@@ -33,7 +33,7 @@ def train(impl, train_head, monkeypatch):
         used.update([name] if module else [])
         return module
 
-    for name in ("linear_cross_entropy", "block_mask"):
+    for name in ("linear_cross_entropy_sweep", "linear_cross_entropy_args", "block_mask"):
         monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_implementation", chosen)
     fields = {"n_kv_heads": 2, "vocab_size": 150, "mask_token_id": 149}
     backbone, batch = tiny_llada.backbone(torch.float32, **fields), Batch()
@@ -62,8 +62,8 @@ def train(impl, train_head, monkeypatch):
 @pytest.mark.parametrize("train_head", [False, True])
 def test_three_updates(train_head, monkeypatch):
     losses, weights, masks, used = train("triton", train_head, monkeypatch)
-    backward = "_linear_cross_entropy_bwd_triton"
-    assert used == {"_block_mask_triton", "_linear_cross_entropy_fwd_triton", backward}
+    assert used == {f"_{name}_triton" for name in (
+        "block_mask", "select_rows", "linear_cross_entropy_fwd", "linear_cross_entropy_bwd")}
     expected, expected_weights, expected_masks, used = train("torch", train_head, monkeypatch)
     assert not used
     assert all(torch.equal(one, other) for one, other in zip(masks, expected_masks, strict=True))
