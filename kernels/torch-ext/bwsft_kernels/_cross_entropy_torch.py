@@ -38,16 +38,14 @@ def loss_and_grad(
     """(unweighted loss, 0 where row_weight is; g in the dtype of x, inside `scratch`; s): the
     gradient of the logits, times row_weight, is g * s[:, None]."""
     size, vocabulary = len(x), len(weight)
-    logits = scratch[:size].view(x.dtype)
+    logits, wide = scratch[:size].view(x.dtype), row_weight.dtype
+    # The product below rounds 16-bit logits; the target's is made in fp32 besides.
+    picked = (x.to(wide) * weight[target]).sum(1)
     if bias is None:
         torch.mm(x, weight.t(), out=logits)
     else:
+        picked += bias[target]
         torch.addmm(bias, x, weight.t(), out=logits)
-    wide = row_weight.dtype
-    # The product above rounds 16-bit logits; the target's is made again in fp32.
-    picked = (x.to(wide) * weight[target].to(wide)).sum(1)
-    if bias is not None:
-        picked += bias[target].to(wide)
     loss, scale = torch.empty_like(row_weight), torch.empty_like(row_weight)
     step = _block_rows(size, vocabulary, wide, in_place=wide == x.dtype)
     copy = logits if wide == x.dtype else torch.empty(step, vocabulary, dtype=wide, device=x.device)

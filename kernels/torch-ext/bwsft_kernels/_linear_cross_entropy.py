@@ -103,7 +103,7 @@ def _fwd_fake(
         return loss, *[None] * len(Swept._fields)
     index = head = None
     if options.num_rows is not None:
-        size = rows_to_multiply(target.shape[0], options.num_rows)
+        size = rows_to_multiply(target, options.num_rows)
         head = head_bytes(size, weight, options) if need_weight else None
     else:  # the rows are counted on the device
         dynamic = torch.library.get_ctx().new_dynamic_size

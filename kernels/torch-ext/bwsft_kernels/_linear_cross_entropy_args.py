@@ -149,9 +149,11 @@ def per_row(
     return value.expand(target.shape).reshape(-1).to(dtype)
 
 
-def rows_to_multiply(rows: int, num_rows: int) -> int:
+def rows_to_multiply(target: Tensor, num_rows: int) -> int:  # [T]
     """How many rows of a list are taken: tensor cores like multiples of 8."""
-    return min(rows, -(-num_rows // 8) * 8)
+    if not target.is_cuda:
+        return num_rows
+    return min(target.shape[0], -(-num_rows // 8) * 8)
 
 
 def select_rows(
@@ -189,7 +191,7 @@ def _select_rows_torch(
         index = counts.nonzero()[:, 0]  # on a GPU the one synchronization
         target, row_weight = target[index], row_weight[index]
     else:
-        size, index = rows_to_multiply(len(target), num_rows), None
+        size, index = rows_to_multiply(target, num_rows), None
         require(~counts[size:].any(), lambda: f"rows after num_rows={num_rows} are supervised")
         counts = counts[:size]
         target = torch.where(counts, target[:size], 1 if options.excluded_id == 0 else 0)

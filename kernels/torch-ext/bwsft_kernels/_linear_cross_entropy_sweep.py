@@ -85,7 +85,9 @@ def sweep(
                 chunk, weight, bias, rows.target[part], row_weight[part], rows.smooth(part),
                 options.softcap, options.excluded_id, scratch)
             grad_x = grad_input(g, weight) if need_x else empty
-            parts.append((loss, grad_x if scale is None else _scaled(grad_x, scale), scale))
+            if need_x and scale is not None:
+                grad_x *= scale[:, None]
+            parts.append((loss, grad_x, scale))
             if need_bias:
                 grad_bias += _weighted_sum(g[:, :vocabulary], scale)
             if total is not None:

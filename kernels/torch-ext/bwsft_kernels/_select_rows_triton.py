@@ -89,8 +89,7 @@ def select_rows(
     [0, V) or equal to excluded_id, and a supervised row after the first num_rows, are device-side
     assertions, and ValueError with BWSFT_DEBUG=1.
     """
-    size = len(target)
-    most = size if num_rows is None else rows_to_multiply(size, num_rows)
+    most = len(target) if num_rows is None else rows_to_multiply(target, num_rows)
     index, kept_target, weight, (count, fine) = launch(
         target, row_weight, ignore_index, vocabulary, excluded_id, normalize, most,
         compact=num_rows is None)
