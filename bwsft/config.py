@@ -170,7 +170,8 @@ class Config:
     """How the active block's context is computed, in training and then in decoding."""
     draws_per_context: int = 1
     """Masks of the same block drawn per visit, which trains on their mean: cached, per context
-    pass; exact, each with a forward and backward of its own."""
+    pass; exact, each with a forward and backward of its own; block_causal, noisy copies of every
+    block beside one clean row."""
     batch_size: int = 32
     """Sequences per optimizer update."""
     micro_batch_size: int = 32
@@ -255,13 +256,12 @@ def validate(config: Config) -> None:
 def _validate_context(config: Config) -> None:
     objective = config.objective
     if config.draws_per_context > 1 and (
-        config.context == "block_causal"
-        or not objective.context_grad
+        (config.context == "exact" and not objective.context_grad)
         or objective.name not in ("blockwise", "classical")
     ):
         raise ValueError(
-            "--draws-per-context above 1 needs --context cached, or exact with gradients through "
-            "the context, and blockwise or classical SFT"
+            "--draws-per-context above 1 needs blockwise or classical SFT, and in --context exact "
+            "gradients through the context"
         )
     if objective.pairs and config.draws_per_context % 2:
         raise ValueError("--objective.pairs needs an even --draws-per-context")
@@ -271,8 +271,11 @@ def _validate_context(config: Config) -> None:
         raise ValueError(
             f"--objective.name {objective.name} has no blocks for --context {config.context}"
         )
-    if not objective.context_grad:
-        raise ValueError("--objective.no-context-grad is for --context exact; the others freeze it")
+    if config.context == "cached" and not objective.context_grad:
+        raise ValueError(
+            "--objective.no-context-grad is for --context exact and block_causal: cached freezes "
+            "the context in any case"
+        )
     if config.context == "block_causal" and (
         objective.prefix_noise or objective.suffix_leak or objective.blocks != "uniform"
     ):

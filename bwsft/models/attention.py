@@ -86,12 +86,14 @@ class AttentionLayout:
 class ActiveLayout:
     """A rectangle of tokens [S * W, ...] against a context cache: they write their keys and values
     into the flat slots ``cache_slots`` [S * W] and attend to what the cache shows, of that to what
-    ``mask`` [S, 1, 1 or W, slots] allows (None: all)."""
+    ``mask`` [S, 1, 1 or W, slots] allows (None: all). ``slot_positions`` [S, slots] are the slots'
+    positions where those are not their numbers."""
 
     cache: ContextCache
     cache_slots: Tensor
     num_sequences: int
     mask: Tensor | None
+    slot_positions: Tensor | None = None
 
     def grid(self, x: Tensor) -> Tensor:
         """[S * W, ...] -> [S, W, ...]."""

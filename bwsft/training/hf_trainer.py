@@ -238,9 +238,10 @@ class BlockwiseTrainer(Trainer):
         scale = (self.accelerator.num_processes if everywhere else 1) / sequences
         mode, total = dataclasses.replace(self.mode, backbone=model), 0.0
         place = Place(self.state.global_step, 0, batch.num_sequences, 0)  # which no block needs
+        backwards = mode.backwards(self.config.draws_per_context)
         for number, loss in enumerate(mode.losses(batch, place), 1):
             part = loss.total * scale
-            if number < self.config.draws_per_context:  # the last backward is the Trainer's
+            if number < backwards:  # the last one is the Trainer's
                 self.accelerator.backward(part)
                 part = part.detach()
             total = total + part

@@ -252,7 +252,8 @@ def plain_loss(plain, mode, batch, call, mask_id):
     places = {int(r): (int(k), w) for r, k, w in zip(rows, target, weight, strict=True) if w}
     copies = None
     if mode == "block_causal":
-        copies = iter(noisy.copy_of[response_rows(batch).inside].tolist())
+        (copy_of,) = noisy.copy_of
+        copies = iter(copy_of[response_rows(batch).inside].tolist())
     for s, prompt in enumerate(batch.prompt_lengths.tolist()):
         own = batch.ids[edges[s] : edges[s + 1]]
         if copies is None:

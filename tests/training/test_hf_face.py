@@ -56,7 +56,9 @@ def losses(trainer):
 MODES = {
     "exact": {"objective": "blockwise", "weight": "rate", "empty": "skip", "blocks": "traversal"},
     "cached": {"draws_per_context": 2, "low": 0.2, "high": 0.9},
-    "block_causal": {"canvas": "response"},
+    "block_causal": {
+        "canvas": "response", "draws_per_context": 2, "pairs": True, "context_grad": False,
+    },
 }
 
 
