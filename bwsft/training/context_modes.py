@@ -174,6 +174,7 @@ class BlockCausal(ContextMode):
 
     prompt_blocks: bool = False  # the prompt is cut on the same grid (a block-causal family)
     context_grad: bool = True  # gradients go through what the copies see of the clean rows
+    shift: int = 0  # of the family's logits
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
         draw = self.laid_out(batch, list(self.objective.draws(batch, place, self.predict)))
@@ -191,11 +192,11 @@ class BlockCausal(ContextMode):
     def laid_out(self, clean: Batch, draws: list[Draw]) -> Draw:
         """The draws as one, over clean rows and noisy copies, on the device."""
         noisy = torch.stack([draw.noisy.ids for draw in draws])
-        one = one_pass(clean, noisy, self.grid, self.prompt_blocks)
+        one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift)
         parts = []  # of each draw without the list's tail
-        for draw, copy in zip(draws, one.copy_of, strict=True):
+        for draw, row in zip(draws, one.row_of, strict=True):
             n = int(draw.num_rows)
-            parts.append((copy[draw.rows[:n]], draw.target[:n], draw.weight[:n] / draw.of))
+            parts.append((row[draw.rows[:n]], draw.target[:n], draw.weight[:n] / draw.of))
         rows, target, weight = (torch.cat(part) for part in zip(*parts, strict=True))
         num_rows, region = (sum(getattr(d, k) for d in draws) for k in ("num_rows", "region"))
         return Draw(one, rows, target, weight, num_rows, region).to(self.device)
@@ -204,7 +205,8 @@ class BlockCausal(ContextMode):
     def clean_pass(self, batch: Batch, one: OnePass) -> Context:
         """The keys and values of the clean rows as constants, with room for those of the copies,
         which are the active tokens."""
-        clean = one_pass(batch, batch.ids.new_empty(0, len(batch.ids)), self.grid, self.prompt_blocks)
+        none = batch.ids.new_empty(0, len(batch.ids))
+        clean = one_pass(batch, none, self.grid, self.prompt_blocks)
         inner = getattr(self.backbone, "module", self.backbone)  # inside DDP
         with self.autocast():
             context = Context(one.span, inner.new_cache(batch.num_sequences, one.max_length))
@@ -213,13 +215,14 @@ class BlockCausal(ContextMode):
         return context
 
 
-def check_trainable(family: Family, context: str) -> None:
+def check_trainable(config: Config, family: Family) -> None:
     """ValueError for a context mode in which a model of this family cannot be trained."""
-    check_context(family, context)
-    if context == "block_causal" and family.logit_shift:
+    check_context(family, config.context)
+    frozen = config.context == "block_causal" and not config.objective.context_grad
+    if frozen and family.logit_shift:
         raise ValueError(
-            "--context block_causal: this model predicts a token from the row before it, which "
-            "another block's noisy copy would fill; use exact or cached"
+            "--objective.no-context-grad: this model predicts the first token of a block from the "
+            "clean row, which would be a constant; leave it out in --context block_causal"
         )
 
 
@@ -239,7 +242,7 @@ def make_mode(
     common = (backbone, objective, grid, device, autocast, even)
     if config.context == "block_causal":
         blocks, grad = family.attention == "block_causal", config.objective.context_grad
-        return BlockCausal(*common, prompt_blocks=blocks, context_grad=grad)
+        return BlockCausal(*common, blocks, grad, family.logit_shift)
     if config.context == "cached":
         return Cached(*common, mask_id=family.mask_id)
     if not config.objective.context_grad:

@@ -129,7 +129,7 @@ class BlockwiseTrainer(Trainer):
         check_arguments(args, OWN if isinstance(args, BlockwiseConfig) else ())
         self.backbone, words = open_model(model, args, config, processing_class, peft_config)
         self.backbone.head()  # ValueError if an adapter wraps it
-        check_trainable(self.backbone.family, config.context)
+        check_trainable(config, self.backbone.family)
         prompts = args.sample_prompts if isinstance(args, BlockwiseConfig) else None
         if is_raw(train_dataset) or is_raw(eval_dataset) or prompts:
             words = tokenizer_of(self.backbone, words)

@@ -143,7 +143,7 @@ def setup(
     plan = plan_model(config, tokenizer, folder)
     end_ids = merged_end_ids(template.end_ids, plan.family.end_ids)
     family = dataclasses.replace(plan.family, end_ids=end_ids)
-    check_trainable(family, config.context)
+    check_trainable(config, family)
     with world.main_first():
         config = follow_data(config, tokenizer, family)
         data = plan_data(config, tokenizer, family)
