@@ -166,6 +166,9 @@ class Config:
     max_length: int | None = 256
     """Longest prompt + response; longer examples are dropped and counted. None: the longest of the
     data, up to the model's positions."""
+    block_size_schedule: float = 0.0
+    """Share of the steps, the first ones, in which blocks shrink to --block-size, by halves from
+    the whole response: it leads a bidirectional model to --context block_causal; 0 for none."""
     context: Literal["exact", "cached", "block_causal"] = "exact"
     """How the active block's context is computed, in training and then in decoding."""
     draws_per_context: int = 1
@@ -262,6 +265,13 @@ def _validate_context(config: Config) -> None:
         raise ValueError(
             "--draws-per-context above 1 needs blockwise or classical SFT, and in --context exact "
             "gradients through the context"
+        )
+    if not 0 <= config.block_size_schedule <= 1:
+        raise ValueError("--block-size-schedule must lie in [0, 1]")
+    if config.block_size_schedule and config.context != "block_causal":
+        raise ValueError(
+            "--block-size-schedule is for --context block_causal: in the other modes a block "
+            "attends to the whole canvas from the start"
         )
     if objective.pairs and config.draws_per_context % 2:
         raise ValueError("--objective.pairs needs an even --draws-per-context")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from bwsft.models.block_masks import PAD, block_causal_mask, grid_numbers
 from bwsft.models.kv_cache import Span
 
 if TYPE_CHECKING:
+    from bwsft.config import Config
     from bwsft.data.packing import Batch
 
 
@@ -93,6 +95,16 @@ def one_pass(
         row_of=row_of,
         max_length=max(lengths),
     )
+
+
+def block_size_at(config: Config, step: int) -> int:
+    """Tokens in a block in update `step` (0-based): --block-size; under --block-size-schedule at
+    first the least 2^n times as many that hold gen_length, then half of them, ..., for an equal
+    number of updates each."""
+    blocks = math.ceil(config.gen_length / config.block_size)
+    halvings, shrinking = (blocks - 1).bit_length(), config.block_size_schedule * config.steps
+    done = halvings if step >= shrinking else int(step * halvings / shrinking)
+    return config.block_size << (halvings - done)
 
 
 def clean_numbers(grid: BlockGrid, prompt: int, response: int, prompt_blocks: bool) -> Tensor:

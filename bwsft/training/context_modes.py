@@ -26,7 +26,7 @@ from torch import Tensor
 from bwsft.models.backbone import Backbone, Family, check_context
 from bwsft.models.kv_cache import Context, Span
 from bwsft.objectives.base import Draw, Objective, Place
-from bwsft.training.block_causal import OnePass, one_pass
+from bwsft.training.block_causal import OnePass, block_size_at, one_pass
 
 if TYPE_CHECKING:
     from bwsft.config import Config
@@ -174,12 +174,20 @@ class BlockCausal(ContextMode):
 
     prompt_blocks: bool = False  # the prompt is cut on the same grid (a block-causal family)
     context_grad: bool = True  # gradients go through what the copies see of the clean rows
+    size_at: Callable[[int], int] | None = None  # update -> tokens in a block; None: the grid's
     shift: int = 0  # of the family's logits
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
-        draw = self.laid_out(batch, list(self.objective.draws(batch, place, self.predict)))
-        context = None if self.context_grad else self.clean_pass(batch, draw.noisy)
-        yield Loss(self.loss_of(draw, context), draw.num_rows, draw.region)
+        mode = self if self.size_at is None else self.in_blocks_of(self.size_at(place.step))
+        draw = mode.laid_out(batch, list(mode.objective.draws(batch, place, mode.predict)))
+        context = None if mode.context_grad else mode.clean_pass(batch, draw.noisy)
+        yield Loss(mode.loss_of(draw, context), draw.num_rows, draw.region)
+
+    def in_blocks_of(self, size: int) -> BlockCausal:
+        """The mode where blocks have so many tokens."""
+        spec = dataclasses.replace(self.objective.spec, block_size=size)
+        objective = dataclasses.replace(self.objective, spec=spec)
+        return dataclasses.replace(self, grid=spec.grid, objective=objective)
 
     @torch.no_grad()
     def score(self, draw: Draw) -> Tensor:
@@ -215,9 +223,14 @@ class BlockCausal(ContextMode):
         return context
 
 
-def check_trainable(config: Config, family: Family) -> None:
+def check_trainable(family: Family, config: Config) -> None:
     """ValueError for a context mode in which a model of this family cannot be trained."""
     check_context(family, config.context)
+    if config.block_size_schedule and family.attention == "block_causal":
+        raise ValueError(
+            "--block-size-schedule leads a bidirectional model to blocks: leave it out, this one "
+            "attends from block to block already"
+        )
     frozen = config.context == "block_causal" and not config.objective.context_grad
     if frozen and family.logit_shift:
         raise ValueError(
@@ -242,7 +255,8 @@ def make_mode(
     common = (backbone, objective, grid, device, autocast, even)
     if config.context == "block_causal":
         blocks, grad = family.attention == "block_causal", config.objective.context_grad
-        return BlockCausal(*common, blocks, grad, family.logit_shift)
+        size_at = functools.partial(block_size_at, config) if config.block_size_schedule else None
+        return BlockCausal(*common, blocks, grad, size_at, family.logit_shift)
     if config.context == "cached":
         return Cached(*common, mask_id=family.mask_id)
     if not config.objective.context_grad:

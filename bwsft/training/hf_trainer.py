@@ -129,7 +129,7 @@ class BlockwiseTrainer(Trainer):
         check_arguments(args, OWN if isinstance(args, BlockwiseConfig) else ())
         self.backbone, words = open_model(model, args, config, processing_class, peft_config)
         self.backbone.head()  # ValueError if an adapter wraps it
-        check_trainable(config, self.backbone.family)
+        check_trainable(self.backbone.family, config)
         prompts = args.sample_prompts if isinstance(args, BlockwiseConfig) else None
         if is_raw(train_dataset) or is_raw(eval_dataset) or prompts:
             words = tokenizer_of(self.backbone, words)
@@ -301,6 +301,11 @@ def check(config: c.Config, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"BlockwiseTrainer cannot follow objective.blocks {config.objective.blocks!r}, whose "
             "epochs or forwards are others than the Trainer's; use bwsft train"
+        )
+    if config.block_size_schedule:
+        raise ValueError(
+            "BlockwiseTrainer cannot follow block_size_schedule, a share of updates that it does "
+            "not know beforehand; use bwsft train"
         )
     if refused := [name for name in FOREIGN if options.get(name) is not None]:
         raise ValueError(f"BlockwiseTrainer takes no {refused[0]}: its loss is the objective's")

@@ -2,6 +2,7 @@
 float64, and gradients as a loop over blocks and copies gives them."""
 
 import dataclasses
+import itertools
 
 import pytest
 import tiny_llada
@@ -9,17 +10,19 @@ import torch
 import torch.nn.functional as F
 from bwsft_kernels.block_grid import BlockGrid
 from tiny_hf import FAMILY, backbone, float64  # noqa: F401 - every test here runs in float64
-from tiny_modes import MASK, PLACE, batch, mode_of
+from tiny_modes import MASK, PLACE, batch, held_out, mode_of
 from tiny_packed import batch_of
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from bwsft import config as c
 from bwsft.models.attention import AttentionLayout, packed_layout
 from bwsft.models.block_masks import block_causal_mask
-from bwsft.models.dream_sdar import SDARForCausalLM, SdarConfig
+from bwsft.models.dream_sdar import SdarConfig, SDARForCausalLM
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.kv_cache import Span
 from bwsft.objectives.base import response_rows
-from bwsft.training.block_causal import clean_numbers, one_pass
+from bwsft.training.block_causal import block_size_at, clean_numbers, one_pass
+from bwsft.utils.flops import Cost, TrainingCost, flop_counter
 
 NAMES = ["llada", "absolute", "sdar", "qwen2", "llama", "bert", "modernbert"]
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -207,3 +210,49 @@ def test_weights_sum_to_one_and_pairs_supervise_every_token_once(pairs):
         inside = response_rows(some).inside
         assert torch.equal(masked[0] ^ masked[1], inside)
         assert torch.equal(masked[2] ^ masked[3], inside)
+
+
+def test_blocks_shrink_by_halves_to_the_block_size():
+    config = c.Config(
+        context="block_causal", steps=100, block_size=8, gen_length=40, block_size_schedule=0.3
+    )
+    sizes = [block_size_at(config, step) for step in range(100)]
+    assert sizes == [64] * 10 + [32] * 10 + [16] * 10 + [8] * 70
+    for steps, share, size, length in itertools.product((1, 7, 50), (0.1, 1), (1, 3, 32), (32, 96)):
+        config = dataclasses.replace(
+            config, steps=steps, block_size_schedule=share, block_size=size, gen_length=length
+        )
+        sizes = [block_size_at(config, step) for step in range(steps + 1)]
+        assert 2 * length > sizes[0] >= length and sizes[-1] == size
+        assert sizes == sorted(sizes, reverse=True)
+    assert block_size_at(dataclasses.replace(config, block_size_schedule=0.0), 0) == 32
+
+
+def test_an_update_masks_and_lays_out_the_blocks_of_its_step():
+    """The loss at the large size is that of a run with such blocks; held-out scores stay."""
+    some, net = batch(canvas="fixed"), model_of("llada")
+    mode = mode_around(net, draws=2)
+    shrinking = dataclasses.replace(mode, size_at={0: 16, 1: 8, 2: 4}.get)
+    for step, size in enumerate((16, 8, 4)):
+        plain = mode_around(net, draws=2, block_size=size)
+        (loss,) = shrinking.losses(some, PLACE._replace(step=step))
+        assert loss.total.item() == loss_of(plain, some).item()
+    draw = next(held_out(mode, 1).draws(some))
+    assert shrinking.score(draw).item() == mode.score(draw).item()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_formula_gives_the_counted_flops(grad):
+    """Of whole canvases. Attention, of which a frozen context's backward computes more than the
+    formula says, is little at this width."""
+    lengths = [(8, 16)] * 2
+    net = tiny_llada.backbone(torch.float32, d_model=256, mlp_hidden_size=640, vocab_size=50)
+    some, mode = batch(lengths, canvas="fixed"), mode_around(net, grad, pairs=True, draws=4)
+    with flop_counter() as counter:
+        loss_of(mode, some).backward()
+    shape = net.base_model.config
+    cost = Cost(shape.d_model, shape.n_layers, shape.mlp_hidden_size, shape.embedding_rows)
+    formula = TrainingCost(cost, passes=3, dense=True).blockwise(
+        "block_causal", 8, 16, 4, draws=4, context_grad=grad
+    )
+    assert 2 * formula == pytest.approx(counter.get_total_flops(), rel=0.05)

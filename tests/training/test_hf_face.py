@@ -100,7 +100,8 @@ def test_every_setting_reaches_the_config(tmp_path):
         block_size=8, gen_length=64, max_length=99, context="cached", draws_per_context=2,
         mask_token="[M]", logit_shift=1, template="none", template_args="a=1", columns="prompt=q",
         turns="all", on_bad="skip", canvas="response", eval_draws=2, objective="classical",
-        blocks="length", weight="flat", empty="skip", low=0.1, high=0.9,
+        blocks="length", weight="flat", empty="skip", low=0.1, high=0.9, pairs=True,
+        context_grad=False,
     )  # fmt: skip
     used = {"holdout", "sample_prompts", "sample_steps"}  # by the Trainer itself
     renamed = {"learning_rate", "adam_beta1", "adam_beta2", "logging_steps"}

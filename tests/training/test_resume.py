@@ -32,7 +32,7 @@ KINDS = {
     "cached": {"context": "cached", "draws_per_context": 2, "lora": LORA},
     "block_causal": {
         "context": "block_causal", "draws_per_context": 2,
-        "objective": c.ObjectiveConfig(pairs=True),
+        "objective": c.ObjectiveConfig(pairs=True), "block_size_schedule": 0.7,
     },
 }
 
