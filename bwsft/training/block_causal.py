@@ -36,6 +36,7 @@ class OnePass:
     clean: Tensor  # [S] length of the clean row, after which the copies begin
     width: int  # most tokens that a row has in its copies
     copy_of: Tensor  # [copies, T of the batch] where each copy of a response token is; 0 elsewhere
+    row_of: Tensor  # [copies, T of the batch] and the row by which it is predicted: predicted_at
     max_length: int
 
     @property
@@ -53,12 +54,14 @@ class OnePass:
         return dataclasses.replace(self, **tensors)
 
 
-def one_pass(batch: Batch, noisy: Tensor, grid: BlockGrid, prompt_blocks: bool = False) -> OnePass:
+def one_pass(
+    batch: Batch, noisy: Tensor, grid: BlockGrid, prompt_blocks: bool = False, shift: int = 0
+) -> OnePass:
     """Lay out the clean rows of a batch, and copies of their responses with the ids noisy
-    [copies, T]. Both are on the host."""
+    [copies, T]. Both are on the host. `shift`: position i predicts token i + shift."""
     ids, positions, numbers, copies = [], [], [], []
     lengths, clean_lengths = [0], []
-    copy_of = torch.zeros_like(noisy)
+    copy_of, row_of = torch.zeros_like(noisy), torch.zeros_like(noisy)
     shapes = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
     for first, (prompt, response) in zip(batch.cu_seqlens.tolist(), shapes, strict=False):
         clean = clean_numbers(grid, prompt, response, prompt_blocks)
@@ -73,8 +76,10 @@ def one_pass(batch: Batch, noisy: Tensor, grid: BlockGrid, prompt_blocks: bool =
         positions += [torch.cat([position, position[start:].repeat(len(noisy))[order]])]
         numbers += [torch.cat([clean, -block[order]])]
         copies += [torch.cat([torch.zeros_like(clean), 1 + copy[order]])]
-        place = (order.argsort() + sum(lengths) + len(clean)).view(len(noisy), tail + response)
-        copy_of[:, first + prompt : row.stop] = place[:, tail:]
+        place = (order.argsort() + len(clean)).view(len(noisy), tail + response)[:, tail:]
+        own = slice(first + prompt, row.stop)
+        copy_of[:, own] = sum(lengths) + place
+        row_of[:, own] = sum(lengths) + predicted_at(clean, place, shift)
         clean_lengths.append(len(clean))
         lengths.append(len(clean) + len(order))
     return OnePass(
@@ -87,6 +92,7 @@ def one_pass(batch: Batch, noisy: Tensor, grid: BlockGrid, prompt_blocks: bool =
         clean=torch.tensor(clean_lengths),
         width=max(n - m for n, m in zip(lengths[1:], clean_lengths, strict=True)),
         copy_of=copy_of,
+        row_of=row_of,
         max_length=max(lengths),
     )
 
@@ -108,3 +114,15 @@ def clean_numbers(grid: BlockGrid, prompt: int, response: int, prompt_blocks: bo
         return grid_numbers(prompt + response, grid.size)
     sizes = torch.tensor([prompt, *(b - a for a, b in grid.blocks(prompt, response))])
     return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+
+
+def predicted_at(clean: Tensor, copies: Tensor, shift: int) -> Tensor:
+    """The rows by which a model predicts the response tokens of some copies [copies, R], each from
+    the row `shift` before: their own places `copies`, and for the first token of a block its place
+    in the clean row, since the token before it is clean when the decoder comes to the block.
+    `clean` [L] are the clean row's block numbers; places count from its first token.
+
+    A first token that several copies mask is supervised once for each, by the same row.
+    """
+    place = torch.arange(len(clean) - copies.shape[1], len(clean))
+    return torch.where(clean[place] == clean[place - shift], copies, place)

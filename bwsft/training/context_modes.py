@@ -175,6 +175,7 @@ class BlockCausal(ContextMode):
     prompt_blocks: bool = False  # the prompt is cut on the same grid (a block-causal family)
     context_grad: bool = True  # gradients go through what the copies see of the clean rows
     size_at: Callable[[int], int] | None = None  # update -> tokens in a block; None: the grid's
+    shift: int = 0  # of the family's logits
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
         mode = self if self.size_at is None else self.in_blocks_of(self.size_at(place.step))
@@ -199,11 +200,11 @@ class BlockCausal(ContextMode):
     def laid_out(self, clean: Batch, draws: list[Draw]) -> Draw:
         """The draws as one, over clean rows and noisy copies, on the device."""
         noisy = torch.stack([draw.noisy.ids for draw in draws])
-        one = one_pass(clean, noisy, self.grid, self.prompt_blocks)
+        one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift)
         parts = []  # of each draw without the list's tail
-        for draw, copy in zip(draws, one.copy_of, strict=True):
+        for draw, row in zip(draws, one.row_of, strict=True):
             n = int(draw.num_rows)
-            parts.append((copy[draw.rows[:n]], draw.target[:n], draw.weight[:n] / draw.of))
+            parts.append((row[draw.rows[:n]], draw.target[:n], draw.weight[:n] / draw.of))
         rows, target, weight = (torch.cat(part) for part in zip(*parts, strict=True))
         num_rows, region = (sum(getattr(d, k) for d in draws) for k in ("num_rows", "region"))
         return Draw(one, rows, target, weight, num_rows, region).to(self.device)
@@ -230,10 +231,11 @@ def check_trainable(family: Family, config: Config) -> None:
             "--block-size-schedule leads a bidirectional model to blocks: leave it out, this one "
             "attends from block to block already"
         )
-    if config.context == "block_causal" and family.logit_shift:
+    frozen = config.context == "block_causal" and not config.objective.context_grad
+    if frozen and family.logit_shift:
         raise ValueError(
-            "--context block_causal: this model predicts a token from the row before it, which "
-            "another block's noisy copy would fill; use exact or cached"
+            "--objective.no-context-grad: this model predicts the first token of a block from the "
+            "clean row, which would be a constant; leave it out in --context block_causal"
         )
 
 
@@ -253,8 +255,8 @@ def make_mode(
     common = (backbone, objective, grid, device, autocast, even)
     if config.context == "block_causal":
         blocks, grad = family.attention == "block_causal", config.objective.context_grad
-        size_at = functools.partial(block_size_at, config)
-        return BlockCausal(*common, blocks, grad, size_at if config.block_size_schedule else None)
+        size_at = functools.partial(block_size_at, config) if config.block_size_schedule else None
+        return BlockCausal(*common, blocks, grad, size_at, family.logit_shift)
     if config.context == "cached":
         return Cached(*common, mask_id=family.mask_id)
     if not config.objective.context_grad:
