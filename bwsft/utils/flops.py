@@ -122,7 +122,8 @@ class TrainingCost:
             trained = model.active(copies, keys) + model.head(copies / 2)
             total = self.passes * trained + 3 * self.adapter * copies
             if context_grad:
-                return total + self.passes * model.active(length, keys) + 3 * self.adapter * length
+                clean = (model.layers - 1) * model.layer(length, keys) + model.last(length, 0, keys)
+                return total + self.passes * clean + 3 * self.adapter * length
             return total + model.active(length, length) + self.adapter * length
         if context == "cached":
             draw = self.passes * (model.active(block, length) + model.head(block / 2))
