@@ -170,7 +170,8 @@ class Backbone(nn.Module):
         ``num_rows``, called once the layers are on their way, gives its ``num_rows``.
         """
         if rows is None:
-            self.fill(batch, context.cache, mask=getattr(batch, "mask", None))
+            last = batch.cu_seqlens[1:, None].long() - 1  # what comes out is not used
+            self.fill(batch, context.cache, last, mask=getattr(batch, "mask", None))
             return torch.zeros((), device=batch.ids.device)
         hidden, index = self._rows_of(batch, self.predicting_rows(rows), context)
         hidden = hidden.index_select(0, index)

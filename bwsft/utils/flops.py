@@ -100,8 +100,7 @@ class TrainingCost:
     adapter: float = 0.0
     """Forward FLOPs of the adapters per token; trained, they cost three."""
     dense: bool = False
-    """Count without two savings: the last layer of a `cached` context pass runs for every token,
-    and a block_causal token attends to every other (else to a canvas of them)."""
+    """A block_causal token attends to every other, and not to a canvas of them."""
 
     def full(self, length: float, supervised: float, wanted: float | None = None) -> float:
         """The whole sequence forward and backward, the last layer pruned to `wanted` tokens."""
@@ -124,11 +123,11 @@ class TrainingCost:
             if context_grad:
                 clean = (model.layers - 1) * model.layer(length, keys) + model.last(length, 0, keys)
                 return total + self.passes * clean + 3 * self.adapter * length
-            return total + model.active(length, length) + self.adapter * length
+            return total + model.whole(length, 1) + self.adapter * length
         if context == "cached":
             draw = self.passes * (model.active(block, length) + model.head(block / 2))
             draw += 3 * self.adapter * block
-            return model.whole(length, None if self.dense else block) + draws * draw
+            return model.whole(length, 1) + draws * draw
         return draws * self.full(length, block / 2, block)
 
 
