@@ -100,7 +100,8 @@ class TrainingCost:
     adapter: float = 0.0
     """Forward FLOPs of the adapters per token; trained, they cost three."""
     dense: bool = False
-    """A block_causal token attends to every other, and not to a canvas of them."""
+    """Count without two savings: the last layer of a `cached` context pass runs for every token,
+    and a block_causal token attends to every other (else to a canvas of them)."""
 
     def full(self, length: float, supervised: float, wanted: float | None = None) -> float:
         """The whole sequence forward and backward, the last layer pruned to `wanted` tokens."""
@@ -127,7 +128,7 @@ class TrainingCost:
         if context == "cached":
             draw = self.passes * (model.active(block, length) + model.head(block / 2))
             draw += 3 * self.adapter * block
-            return model.whole(length, 1) + draws * draw
+            return model.whole(length, None if self.dense else block) + draws * draw
         return draws * self.full(length, block / 2, block)
 
 
