@@ -7,8 +7,8 @@ All variants train the same sequences with the same adapters, in the same micro-
 the largest that fits naive), accumulated to --accumulate sequences: random weights in the official
 shape, synthetic ids. `naive` is what the paper's released code does: padded batch, masks made by a
 Python loop, full logits, no pruning. cached_k4 draws four masks per context, block_causal
-supervises every block at once. A second table has responses of GSM8K's lengths, padded to 256 and
-packed.
+supervises every block at once, in one noisy copy, a complementary pair of them or four (k4). A
+second table has responses of GSM8K's lengths, padded to 256 and packed.
 """
 
 import dataclasses

@@ -166,11 +166,15 @@ class Config:
     max_length: int | None = 256
     """Longest prompt + response; longer examples are dropped and counted. None: the longest of the
     data, up to the model's positions."""
+    block_size_schedule: float = 0.0
+    """Share of the steps, the first ones, in which blocks shrink to --block-size, by halves from
+    the whole response: it leads a bidirectional model to --context block_causal; 0 for none."""
     context: Literal["exact", "cached", "block_causal"] = "exact"
     """How the active block's context is computed, in training and then in decoding."""
     draws_per_context: int = 1
     """Masks of the same block drawn per visit, which trains on their mean: cached, per context
-    pass; exact, each with a forward and backward of its own."""
+    pass; exact, each with a forward and backward of its own; block_causal, noisy copies of every
+    block beside one clean row."""
     batch_size: int = 32
     """Sequences per optimizer update."""
     micro_batch_size: int = 32
@@ -255,13 +259,19 @@ def validate(config: Config) -> None:
 def _validate_context(config: Config) -> None:
     objective = config.objective
     if config.draws_per_context > 1 and (
-        config.context == "block_causal"
-        or not objective.context_grad
+        (config.context == "exact" and not objective.context_grad)
         or objective.name not in ("blockwise", "classical")
     ):
         raise ValueError(
-            "--draws-per-context above 1 needs --context cached, or exact with gradients through "
-            "the context, and blockwise or classical SFT"
+            "--draws-per-context above 1 needs blockwise or classical SFT, and in --context exact "
+            "gradients through the context"
+        )
+    if not 0 <= config.block_size_schedule <= 1:
+        raise ValueError("--block-size-schedule must lie in [0, 1]")
+    if config.block_size_schedule and config.context != "block_causal":
+        raise ValueError(
+            "--block-size-schedule is for --context block_causal: in the other modes a block "
+            "attends to the whole canvas from the start"
         )
     if objective.pairs and config.draws_per_context % 2:
         raise ValueError("--objective.pairs needs an even --draws-per-context")
@@ -271,8 +281,11 @@ def _validate_context(config: Config) -> None:
         raise ValueError(
             f"--objective.name {objective.name} has no blocks for --context {config.context}"
         )
-    if not objective.context_grad:
-        raise ValueError("--objective.no-context-grad is for --context exact; the others freeze it")
+    if config.context == "cached" and not objective.context_grad:
+        raise ValueError(
+            "--objective.no-context-grad is for --context exact and block_causal: cached freezes "
+            "the context in any case"
+        )
     if config.context == "block_causal" and (
         objective.prefix_noise or objective.suffix_leak or objective.blocks != "uniform"
     ):

@@ -19,8 +19,10 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.modernbert import modeling_modernbert
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from bwsft.models.backbone import Family
+from bwsft.models.dream_sdar import DreamConfig, DreamModel, SdarConfig, SDARForCausalLM
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.hf_encoder import new_encoder
 
@@ -48,7 +50,7 @@ def float64(monkeypatch):
         half = modeling_modernbert.rotate_half
         return tuple((x * cos + half(x) * sin).to(x.dtype) for x in (q, k))
 
-    for kind in (Qwen2RMSNorm, LlamaRMSNorm):
+    for kind in (Qwen2RMSNorm, Qwen3RMSNorm, LlamaRMSNorm):
         monkeypatch.setattr(kind, "forward", norm)
     monkeypatch.setattr(modeling_modernbert, "apply_rotary_pos_emb", rotate)
 
@@ -65,6 +67,10 @@ def plain(name):
             model = ModernBertForMaskedLM(ModernBertConfig(**SHAPE, **local))
         elif name == "llama":
             model = LlamaForCausalLM(LlamaConfig(**DECODER))
+        elif name == "dream":
+            model = DreamModel(DreamConfig(**DECODER))
+        elif name == "sdar":
+            model = SDARForCausalLM(SdarConfig(**DECODER, head_dim=8))
         else:
             model = Qwen2ForCausalLM(Qwen2Config(**DECODER))
         for key, p in model.double().named_parameters():  # biases start at 0 and norms at 1

@@ -25,10 +25,11 @@ MAX_LENGTH = 256  # of a padded row, as in the paper
 
 @dataclass(frozen=True)
 class Variant:
-    """A context mode with its draws per context."""
+    """A context mode with its draws per context, and whether they are complementary."""
 
     context: str = "exact"
     draws: int = 1
+    pairs: bool = False
 
 
 MODES = {
@@ -36,6 +37,8 @@ MODES = {
     "cached_k1": Variant("cached"),
     "cached_k4": Variant("cached", 4),
     "block_causal": Variant("block_causal"),
+    "block_causal_pair": Variant("block_causal", 2, pairs=True),
+    "block_causal_k4": Variant("block_causal", 4),
 }
 
 
@@ -66,8 +69,9 @@ class Job:
 
     def mode(self, backbone: Backbone, variant: Variant) -> ContextMode:
         config = dataclasses.replace(
-            self.config, context=variant.context, draws_per_context=variant.draws
-        )
+            self.config, context=variant.context, draws_per_context=variant.draws,
+            objective=dataclasses.replace(self.config.objective, pairs=variant.pairs),
+        )  # fmt: skip
         objective = Blockwise.of(config, backbone.family)
         return make_mode(config, backbone.family, backbone, objective, self.device)
 

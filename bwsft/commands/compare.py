@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from bwsft.commands.options import CompareOptions
 from bwsft.decoding.config import RULES
 from bwsft.decoding.pipeline import Decoder
-from bwsft.decoding.result import Generation
+from bwsft.decoding.result import Generation, tokens_per_forward
 from bwsft.decoding.settings import ContextMode
 from bwsft.evaluation.answer_files import Output, join, read_references
 from bwsft.evaluation.math_equality import MathVerifier
@@ -39,6 +39,7 @@ class ModeResult:
     mean_tokens: float
     steps: float  # denoising steps per answer
     passes: float  # forward passes per answer
+    tokens_per_forward: float | None  # of all answers; None if there was no forward pass
     flops: float | None  # of matmuls and attention per answer; None on CUDA (kernels not counted)
     seconds: float  # of wall-clock time for all answers, with the counting
     token_agreement: float  # share of equal tokens by position, over the longer of both answers
@@ -108,6 +109,7 @@ def measured(decoder: Decoder, prompts: list[list[int]]) -> tuple[list[Generatio
     return found, {
         "steps": fmean(g.steps for g in found),
         "passes": fmean(g.passes for g in found),
+        "tokens_per_forward": tokens_per_forward(found),
         "flops": counter.get_total_flops() / len(found) if on_cpu else None,
         "seconds": seconds,
     }
@@ -168,6 +170,7 @@ def print_table(rows: list[ModeResult], count: int) -> None:
         "in step (median)": parted,
         "denoising steps": number("steps"),
         "forward passes": number("passes"),
+        "tokens per forward": [f"{row.tokens_per_forward or 0:.2f}" for row in rows],
         "GFLOP": [f"{row.flops / 1e9:.3g}" if row.flops else "-" for row in rows],
         "times fewer FLOPs": [f"{first.flops / r.flops:.2f}" if r.flops else "-" for r in rows],
         "seconds in all": number("seconds"),

@@ -44,14 +44,16 @@ def print_report(result: dict) -> None:
         interval = f"  [{100 * low:.2f}, {100 * high:.2f}]" if rule == result["rule"] else ""
         table.add_row(f"accuracy, {rule} rule", percent(result[f"{rule}_accuracy"]) + interval)
     table.add_row("questions scored", str(result["count"]))
-    for name in ("disagreements", "truncated", "no_answer", "mean_tokens", "missing_reference",
-                 "not_attempted", "conflicting_references", "verify_failures"):
+    for name in ("disagreements", "truncated", "no_answer", "mean_tokens", "tokens_per_forward",
+                 "missing_reference", "not_attempted", "conflicting_references",
+                 "verify_failures"):
         value = result[name]
         if name in ("truncated", "no_answer"):
             value = percent(value)
         if value not in (None, 0):
-            table.add_row(name.replace("_", " "), f"{value:.1f}" if isinstance(value, float)
-                          else str(value))
+            digits = 2 if name == "tokens_per_forward" else 1
+            table.add_row(name.replace("_", " "), f"{value:.{digits}f}"
+                          if isinstance(value, float) else str(value))
     for rung, number in result["extractors"].items():
         table.add_row(f"answers from: {rung}", str(number))
     console = Console()

@@ -37,6 +37,7 @@ def run_generate(options: GenerateOptions) -> int:
         if out:
             answer = {"output": text, "tokens": len(generation.tokens)}  # as evaluate reads them
             answer |= {"truncated": not generation.ended, "steps": generation.steps}
+            answer["passes"] = generation.passes
             out.append(index, answer)
         if options.prompt is not None:
             print(text)

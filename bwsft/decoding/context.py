@@ -4,30 +4,28 @@ exact         every step runs the whole canvas
 cached        on entering a block one pass over the whole canvas, which is its first denoising step
               and stores all keys and values; then the block runs alone against those
 prefix        as cached, but the suffix is recomputed with the block
-block_causal  the prompt runs once; a block sees the prompt, the blocks before it and itself; when
-              it is finished, one pass with its final tokens stores its keys and values. In a
-              block-causal family the prompt has blocks too: its tail, which shares the first
-              block of the response, runs with that block
+block_causal  a block sees the prompt, the blocks before it and itself; the pass that enters it, its
+              first denoising step, stores the keys and values of the finished tokens before it
+              (finished.py), and then it runs alone. In a block-causal family the prompt's tail,
+              which shares the first block of the response, runs with that block
 
 S sequences, T packed tokens, W width of the active blocks, D hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from bwsft.decoding.canvas import Canvas, Packed, span_of, upload
 from bwsft.decoding.cuda_graphs import GraphedPasses, graphed
+from bwsft.decoding.finished import Finished
 from bwsft.decoding.plan import Planned
 from bwsft.models.backbone import Backbone
-from bwsft.models.block_masks import PAD, block_causal_mask, grid_numbers
-from bwsft.models.kv_cache import ContextCache, Span
+from bwsft.models.kv_cache import ContextCache, Span, prefix_mask
 
 if TYPE_CHECKING:
     from bwsft.decoding.config import DecodeConfig
@@ -43,19 +41,19 @@ class DecodeContext:
     config: DecodeConfig
     cache: ContextCache | None
     passes: list[int]
-    # block_causal: how far each row's cache is final, and the stop of each of its blocks.
-    stored: list[int] = field(default_factory=list)
-    blocks: list[dict[int, int]] = field(default_factory=list)
+    finished: Finished | None = None  # block_causal: what of the cache is final
 
     @classmethod
     def begin(
         cls, model: Backbone, config: DecodeConfig, canvas: Canvas, verifier: Verifier | None = None
     ) -> DecodeContext:
-        rows, cache = canvas.rows, None
+        rows, cache, finished = canvas.rows, None, None
         if config.context != "exact":
             cache = model.new_cache(len(rows), max(row.length for row in rows))
+        if config.context == "block_causal":
+            finished = Finished.nothing(rows, model.family, config.block_size)
         run = graphed(model) if config.graphs else model
-        return cls(model, run, config, cache, [0] * len(rows))
+        return cls(model, run, config, cache, [0] * len(rows), finished)
 
     def keep(self, kept: list[int]) -> None:
         """Rows but these, at least one, leave the cache, whose buffers are others from then on."""
@@ -64,19 +62,15 @@ class DecodeContext:
         if self.cache is not None:
             self.cache = self.cache.keep(upload(kept, self.cache.visible.device))
         self.passes = [self.passes[i] for i in kept]
-        if self.blocks:
-            self.stored = [self.stored[i] for i in kept]
-            self.blocks = [self.blocks[i] for i in kept]
+        if self.finished is not None:
+            self.finished = self.finished.keep(kept)
 
     def hidden(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         """The hidden states that predict the tokens of the active blocks, [S * W, D]."""
         if self.config.context == "exact":
             return self.exact(canvas, planned, block)
         if self.config.context == "block_causal":
-            if not self.blocks:
-                self.prefill(canvas)
-            self.store_finished(canvas, planned)
-            return self.block_pass(canvas, planned, block)
+            return self.block_causal(canvas, planned, block)
         every, lengths = self.config.refresh, self.lengths(canvas, planned)
         entering = [p.number == 0 or bool(every) and p.number % every == 0 for p in planned]
         parts = []
@@ -117,14 +111,63 @@ class DecodeContext:
         wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
         return self.model.fill(view, cache, wanted)
 
-    def block_pass(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
-        """block_causal: the active blocks see what is stored and themselves, of the first one also
-        the prompt's tail."""
-        everyone, stops, span = list(range(len(planned))), [step.stop for step in planned], block
-        if self.stored != [step.start for step in planned]:
-            span = span_of(self.stored, stops, block.start.device)
-        wanted = None if span is block else span.places_of(block)
-        return self.span_pass(canvas, everyone, span, self.cache, stops, wanted)
+    def block_causal(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
+        """block_causal: rows that enter a block store what is finished before it in the same pass,
+        the others run their block alone."""
+        stored, begins = self.finished.stored, self.finished.begins(planned)
+        rows = range(len(planned))
+        enter, rest = ([i for i in rows if (stored[i] < begins[i]) == new] for new in (True, False))
+        parts = []
+        if enter:
+            parts.append((enter, self.entering_pass(canvas, enter, planned, block)))
+            self.finished.store(enter, [begins[i] for i in enter])
+        if rest:
+            parts.append((rest, self.block_pass(canvas, rest, planned, block)))
+        return joined(parts, len(planned), block.width)
+
+    def entering_pass(
+        self, canvas: Canvas, rows: list[int], planned: Planned, block: Span
+    ) -> Tensor:
+        """block_causal: run the active blocks of some rows, and store the finished tokens before
+        them that are not stored yet."""
+        self.count(rows)
+        starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
+        visible = self.finished.seen(rows, stops).to(block.start.device, non_blocking=True)
+        cache, block = self.part(rows, block)
+        if any(starts):
+            span = span_of(starts, stops, block.start.device)
+            wanted = span.places_of(block.shifted(self.model.family.logit_shift))
+            cache.show(visible, max(stops))
+            hidden = self.run_span(canvas, span, cache, wanted)
+        else:  # the prompts, which may be of any length: packed
+            view = canvas.view(rows, stops)
+            wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
+            mask = prefix_mask(visible, view.max_length)
+            hidden = self.model.fill(view, cache, wanted, mask=mask)
+        if self.model.family.logit_shift:
+            self.finished.note(rows, hidden.unflatten(0, (-1, block.width))[:, 0])
+        return hidden
+
+    def block_pass(
+        self, canvas: Canvas, rows: list[int], planned: Planned, block: Span
+    ) -> Tensor:
+        """block_causal: the active blocks of some rows see what is stored and themselves, of a
+        block that holds the prompt's tail also that."""
+        self.count(rows)
+        shift = self.model.family.logit_shift
+        starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
+        cache, block = self.part(rows, block)
+        span, wanted = block, None
+        if starts != [planned[i].start for i in rows]:
+            span = span_of(starts, stops, block.start.device)
+        if span is not block or shift:
+            wanted = span.places_of(block.shifted(shift))
+        show(cache, stops)
+        hidden = self.run_span(canvas, span, cache, wanted)
+        if not shift:
+            return hidden
+        whole = [i for i in rows if self.finished.stored[i] == planned[i].start]
+        return self.finished.recall(rows, whole, hidden.unflatten(0, (-1, block.width)))
 
     def rest_pass(
         self, canvas: Canvas, rows: list[int], starts: list[int], lengths: list[int], block: Span
@@ -147,12 +190,18 @@ class DecodeContext:
         visible: list[int],
         wanted: Tensor | None = None,
     ) -> Tensor:
+        """Run what predicts the tokens of a span, against the first `visible` positions."""
         self.count(rows)
         show(cache, [visible[i] for i in rows])
+        return self.run_span(canvas, span.shifted(self.model.family.logit_shift), cache, wanted)
+
+    def run_span(
+        self, canvas: Canvas, span: Span, cache: ContextCache, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Run the tokens of a span against what the cache shows."""
         starts = canvas.cu_seqlens[:-1]
         if cache.rows is not None:
             starts = starts[cache.rows]
-        span = span.shifted(self.model.family.logit_shift)
         ids = canvas.ids[starts[:, None].long() + span.positions()]
         return self.run.active_hidden_states(ids, span, cache, wanted)
 
@@ -172,44 +221,6 @@ class DecodeContext:
     def count(self, rows: list[int], passes: int = 1) -> None:
         for i in rows:
             self.passes[i] += passes
-
-    def prefill(self, canvas: Canvas) -> None:
-        """block_causal: store the prompts, each bidirectional in itself, as in training; of a
-        block-causal family their whole blocks, which see no later ones."""
-        family, size = self.model.family, self.config.block_size
-        grid = BlockGrid(size, family.block_origin)
-        self.stored = [len(row.prompt) for row in canvas.rows]
-        bounds = [grid.blocks(n, self.config.gen_length) for n in self.stored]
-        if family.attention == "block_causal":
-            self.stored = [BlockGrid(size, "absolute").start(n) for n in self.stored]
-        pairs = zip(self.stored, bounds, strict=True)
-        self.blocks = [{start: first[0][1], **dict(first[1:])} for start, first in pairs]
-        if not (rows := [i for i, n in enumerate(self.stored) if n]):
-            return
-        self.count(rows)
-        view = canvas.view(rows, [self.stored[i] for i in rows])
-        if family.attention == "block_causal":
-            numbers = [grid_numbers(self.stored[i], size) for i in rows]
-            padded = pad_sequence(numbers, batch_first=True, padding_value=PAD)
-            mask = block_causal_mask(padded.to(view.ids.device))
-            self.model.fill(view, self.cache_of(rows), mask=mask)
-        else:
-            last = view.cu_seqlens[1:, None].long() - 1  # what comes out is not used
-            self.model.fill(view, self.cache_of(rows), last)
-
-    def store_finished(self, canvas: Canvas, planned: Planned) -> None:
-        """block_causal: store the blocks before the active ones, with their final tokens."""
-        while True:
-            stops = [blocks[n] for blocks, n in zip(self.blocks, self.stored, strict=True)]
-            if not (rows := [i for i, step in enumerate(planned) if stops[i] <= step.start]):
-                return
-            starts, ends = zip(*((self.stored[i], stops[i]) for i in rows), strict=True)
-            block = span_of(starts, ends, canvas.ids.device)
-            # Keys and values are all that counts: one token through the rest of the last layer.
-            first = torch.arange(len(rows), device=canvas.ids.device)[:, None] * block.width
-            self.span_pass(canvas, rows, block, self.cache_of(rows), stops, first)
-            for i in rows:
-                self.stored[i] = stops[i]
 
 
 def show(cache: ContextCache, visible: list[int]) -> None:

@@ -104,7 +104,7 @@ class Decoder:
     def decode(self, questions: Sequence[Prompt]) -> list[Decoded]:
         """The answers to prompts, in order."""
         return [
-            Decoded(self.text(found.tokens), len(found.tokens), found.ended)
+            Decoded(self.text(found.tokens), len(found.tokens), found.ended, found.passes)
             for found in self.answers(self.encode(questions))
         ]
 

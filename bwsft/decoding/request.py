@@ -86,8 +86,6 @@ def check_modes(family: Family, config: DecodeConfig) -> None:
     """Raise ValueError for a context mode or guidance that the family cannot have, and warn of a
     context that training has not seen."""
     check_context(family, config.context)
-    if config.context == "block_causal" and family.logit_shift:
-        raise ValueError("context block_causal needs a model that predicts each token at its place")
     if config.cfg_scale and family.softcap is not None:
         raise ValueError("cfg_scale needs a linear head, and this model caps its logits")
     if config.context == "cached" and 0 < config.refresh < config.block_size:

@@ -32,22 +32,33 @@ class Generation:
     # On request, everything that was committed, in order, also from the end token on; under a
     # revising rule also what was replaced or taken back later.
     trace: list[Commit] = field(default_factory=list)
-    # Forward passes that this row took part in: as many as steps, and those of block_causal
-    # context or of guidance; those of a verifier do not count.
+    # Forward passes that this row took part in: one a step, and one more for guidance; those of a
+    # verifier do not count.
     passes: int = 0
 
     def summary(self) -> str:
         """A line for the user."""
         ending = "" if self.ended else "; no end token, so --gen-length may be too short"
-        return f"[{len(self.tokens)} tokens in {self.steps} steps{ending}]"
+        rate = tokens_per_forward([self])
+        figures = "" if rate is None else f", {rate:.2f} per forward pass"
+        return f"[{len(self.tokens)} tokens in {self.steps} steps{figures}{ending}]"
+
+
+def tokens_per_forward(found: Sequence[Generation]) -> float | None:
+    """TPF of some answers: their tokens before the end token, for each forward pass; None where
+    there was none."""
+    passes = sum(generation.passes for generation in found)
+    return sum(len(generation.tokens) for generation in found) / passes if passes else None
 
 
 class Decoded(NamedTuple):
-    """An answer as text: what it says, the tokens up to the end token, and whether one came."""
+    """An answer as text: what it says, the tokens up to the end token, whether one came, and the
+    forward passes that it took where they are known."""
 
     text: str
     tokens: int
     ended: bool
+    passes: int | None = None
 
 
 Decode = Callable[[list[str]], Sequence[Decoded]]  # from questions to answers, in order

@@ -34,19 +34,21 @@ USUAL_SPLIT = "test"  # of a data set whose questions are answered
 TRUTH_FIELDS = ("ground_truth", "reference", "answer", "target")
 ANSWER_FIELDS = ("answer", "response", "ground_truth", "reference", "solution")
 JSON = (".jsonl", ".ndjson", ".json")
-_NOTES = ("truncated", "tokens", "sample")
+_NOTES = ("truncated", "tokens", "passes", "sample")
 _QUOTES = str.maketrans("‘’‛′“”„", "''''\"\"\"")
 
 
 @dataclass(frozen=True)
 class Output:
-    """One generated text; `tokens` and `truncated` are None where the source doesn't say."""
+    """One generated text; its tokens, whether it was cut off, and the forward passes that it took
+    are None where the source doesn't say."""
 
     question: Prompt
     text: str
     reference: str | None = None
     tokens: int | None = None
     truncated: bool | None = None
+    passes: int | None = None
 
 
 def question_key(question: Prompt) -> str:
@@ -240,8 +242,9 @@ def read_outputs(path: Path | str, task: str) -> tuple[list[Output], dict, list[
         if not texts or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{place}: field {output_name} must be text or a list of texts")
         reference = _reference(truth, task, place)
-        tokens, truncated = _typed(record, "tokens", int), _typed(record, "truncated", bool)
-        outputs += [Output(question, text, reference, tokens, truncated) for text in texts]
+        kinds = {"tokens": int, "truncated": bool, "passes": int}
+        notes = {name: _typed(record, name, kind) for name, kind in kinds.items()}
+        outputs += [Output(question, text, reference, **notes) for text in texts]
         used = {question_name, output_name, truth_name, *TRUTH_FIELDS, *_NOTES}
         unused.update(dict.fromkeys(name for name in record if name not in used))
     return outputs, header, list(unused)

@@ -127,8 +127,8 @@ def _decoded(references: dict, limit: int | None, decode: Decode) -> list[Output
     texts = decode(questions)
     if len(texts) != len(questions):
         raise ValueError(f"the decoder gave {len(texts)} texts for {len(questions)} questions")
-    return [Output(question, text, tokens=tokens, truncated=not ended)
-            for question, (text, tokens, ended) in zip(questions, texts, strict=True)]
+    return [Output(question, text, tokens=tokens, truncated=not ended, passes=passes)
+            for question, (text, tokens, ended, passes) in zip(questions, texts, strict=True)]
 
 
 def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None) -> list[dict]:
@@ -152,7 +152,7 @@ def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None
             "question": output.question, "sample": samples[key], "output": output.text,
             "extracted": answer, "reference": output.reference, "correct": correct,
             "strict_correct": strict_correct, "rung": rung, "verdict": verdict,
-            "truncated": output.truncated, "tokens": output.tokens})
+            "truncated": output.truncated, "tokens": output.tokens, "passes": output.passes})
         samples[key] += 1
     return records
 
@@ -177,12 +177,18 @@ def _share(values: list) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _tokens_per_forward(records: list[dict]) -> float | None:
+    known = [record for record in records if None not in (record["tokens"], record["passes"])]
+    passes = sum(record["passes"] for record in known)
+    return sum(record["tokens"] for record in known) / passes if passes else None
+
+
 def summarize(records: list[dict], task: str, strict: bool = False) -> dict:
     """Figures of scored records. Accuracies are means over questions of the mean over samples.
 
     ci95 is Wilson's interval over `count` questions (with several samples per question it is
-    wider than need be). truncated, no_answer and mean_tokens are over all outputs with a
-    reference; truncated and mean_tokens are None where no output says.
+    wider than need be). truncated, no_answer, mean_tokens and tokens_per_forward (all tokens by all
+    forward passes) are over all outputs with a reference, and None where no output says.
     """
     scored = [record for record in records if record["correct"] is not None]
     groups: dict[str, list[dict]] = {}
@@ -205,6 +211,7 @@ def summarize(records: list[dict], task: str, strict: bool = False) -> dict:
         "truncated": _share([record["truncated"] for record in scored]),
         "no_answer": _share([record["rung"] == "none" for record in scored]),
         "mean_tokens": _share([record["tokens"] for record in scored]),
+        "tokens_per_forward": _tokens_per_forward(scored),
         "extractors": {rung: n for rung in scoring.RUNGS
                        if (n := sum(record["rung"] == rung for record in scored))},
         "verify_failures": sum(record["verdict"] == "failed" for record in scored),

@@ -55,7 +55,9 @@ def update_flops(config: c.Config, shape: Cost, prompt: float, canvas: float) ->
     objective, block = config.objective, min(config.block_size, canvas)
     if objective.name == "blockwise":
         draws = config.draws_per_context
-        sequence = cost.blockwise(config.context, prompt, canvas, block, draws)
+        sequence = cost.blockwise(
+            config.context, prompt, canvas, block, draws, objective.context_grad
+        )
     else:
         copies = 2 if objective.name == "rdm" and objective.rdm.coupled else 1
         sequence = copies * cost.full(length, canvas / 2)

@@ -8,7 +8,7 @@ length back from the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,12 +49,20 @@ class AttentionLayout:
             x = x.new_zeros(size, *x.shape[1:]).index_copy_(0, self.slots, x)
         return x.unflatten(0, (self.num_sequences, self.max_length))
 
+    def asked(self, wanted: Tensor) -> AttentionLayout:
+        """The layout in which only the tokens ``wanted`` [S, W] (indices) are queries."""
+        if _same_for_all(self.mask):
+            return self
+        places = wanted if self.slots is None else self.slots[wanted]
+        return replace(self, mask=_rows_of(self.mask, places, self.max_length))
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
     ) -> Tensor:
         """Softmax attention, scale 1/sqrt(E). q [T, H, E], k and v [T, K, E] -> [T, H, E].
 
-        With ``width`` q holds that many queries of every sequence, [S * width, H, E]. A sequence
+        With ``width`` q holds that many queries of every sequence, [S * width, H, E], and the
+        layout is that of :meth:`asked` by them. A sequence
         gives the same alone as in a batch up to the summation order of the kernel: below 1e-12
         relative in float64, a few ulp of the dtype otherwise. Padding adds exact zeros.
         """
@@ -67,8 +75,6 @@ class AttentionLayout:
                 return self.kernel(q, k, v, cu, cu, longest, longest)
             cu_q = torch.arange(self.num_sequences + 1, device=cu.device, dtype=cu.dtype) * width
             return self.kernel(q, k, v, cu_q, cu, width, longest)
-        if width is not None and self.mask is not None and self.mask.size(2) != 1:
-            raise ValueError("a mask that differs between queries needs all tokens as queries")
         k, v = (self.grid(x).transpose(1, 2) for x in (k, v))  # [S, K, L, E]
         q = self.grid(q) if width is None else q.unflatten(0, (-1, width))
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=self.mask)
@@ -80,16 +86,24 @@ class AttentionLayout:
 class ActiveLayout:
     """A rectangle of tokens [S * W, ...] against a context cache: they write their keys and values
     into the flat slots ``cache_slots`` [S * W] and attend to what the cache shows, of that to what
-    ``mask`` [S, 1, 1 or W, slots] allows (None: all)."""
+    ``mask`` [S, 1, 1 or W, slots] allows (None: all). ``slot_positions`` [S, slots] are the slots'
+    positions where those are not their numbers."""
 
     cache: ContextCache
     cache_slots: Tensor
     num_sequences: int
     mask: Tensor | None
+    slot_positions: Tensor | None = None
 
     def grid(self, x: Tensor) -> Tensor:
         """[S * W, ...] -> [S, W, ...]."""
         return x.unflatten(0, (self.num_sequences, -1))
+
+    def asked(self, wanted: Tensor) -> ActiveLayout:
+        """As :meth:`AttentionLayout.asked`."""
+        if _same_for_all(self.mask):
+            return self
+        return replace(self, mask=_rows_of(self.mask, wanted, self.mask.size(2)))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
@@ -109,6 +123,17 @@ class ActiveLayout:
 
 
 Layout = AttentionLayout | ActiveLayout
+
+
+def _same_for_all(mask: Tensor | None) -> bool:
+    """All queries of a sequence see the same keys."""
+    return mask is None or mask.size(2) == 1
+
+
+def _rows_of(mask: Tensor, places: Tensor, length: int) -> Tensor:
+    """Of a mask [S, 1, L, keys] the queries at ``places`` [S, W] of the grid [S * L]."""
+    first = torch.arange(len(places), device=places.device)[:, None] * length
+    return mask.take_along_dim((places - first)[:, None, :, None], dim=2)
 
 
 class _AttendActive(torch.autograd.Function):

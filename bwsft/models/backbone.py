@@ -79,15 +79,22 @@ class Backbone(nn.Module):
         return self.run_layers(ids, position_ids, layout, wanted)
 
     def active_hidden_states(
-        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
-    ) -> Tensor:
+        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None, *,
+        mask: Tensor | None = None, slot_positions: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Tokens of a span, ids [S, W], against the cached context -> [S * W, D] after the final
         norm. Without gradients their keys and values stay in the cache. ``wanted`` [S, W']:
-        indices into the S * W tokens, as in :meth:`hidden_states`."""
+        indices into the S * W tokens, as in :meth:`hidden_states`. Where the span counts slots
+        whose positions are others (noisy copies), ``slot_positions`` [S, L] are these and ``mask``,
+        boolean [S, 1, L, L], says which slot (last) a slot may see."""
         check_ids(ids, self.family.vocab_size)
-        positions = span.positions()
-        slots = cache.slots(positions, span.repeats())
-        layout = ActiveLayout(cache, slots, len(ids), cache.mask())
+        positions = places = span.positions()
+        slots = cache.slots(places, span.repeats())
+        layout = ActiveLayout(cache, slots, len(ids), cache.mask(), slot_positions)
+        if slot_positions is not None:
+            positions = slot_positions.gather(1, places)
+            index = places[:, None, :, None].expand(-1, -1, -1, mask.shape[-1])
+            layout = replace(layout, mask=mask.gather(2, index))
         return self.run_layers(ids.flatten(), positions.flatten(), layout, wanted)
 
     def run_layers(
@@ -163,7 +170,11 @@ class Backbone(nn.Module):
         ``num_rows``, called once the layers are on their way, gives its ``num_rows``.
         """
         if rows is None:
-            self.fill(batch, context.cache)
+            mask = getattr(batch, "mask", None)
+            # What comes out is not used. (Of a canvas all does: with less, an adapter's dropout
+            # would draw other numbers than in runs that were begun before.)
+            last = None if mask is None else batch.cu_seqlens[1:, None].long() - 1
+            self.fill(batch, context.cache, last, mask=mask)
             return torch.zeros((), device=batch.ids.device)
         hidden, index = self._rows_of(batch, self.predicting_rows(rows), context)
         hidden = hidden.index_select(0, index)
@@ -183,8 +194,10 @@ class Backbone(nn.Module):
         index = span.index_of(rows, batch.cu_seqlens)
         flat = span.flat(batch.cu_seqlens)
         if context.cache is None:
-            return self.hidden_states(**packed(batch), wanted=flat), index
-        return self.active_hidden_states(batch.ids[flat], span, context.cache), index
+            mask = getattr(batch, "mask", None)
+            return self.hidden_states(**packed(batch), wanted=flat, mask=mask), index
+        copies = {name: getattr(batch, name, None) for name in ("mask", "slot_positions")}
+        return self.active_hidden_states(batch.ids[flat], span, context.cache, **copies), index
 
     @torch.no_grad()
     def fill(

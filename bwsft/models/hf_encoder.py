@@ -81,6 +81,8 @@ def _windowed(layout: Layout, position_ids: Tensor, window: int) -> Layout:
     """A layout with a mask, of it the keys within ``window`` positions of the query alone."""
     if isinstance(layout, ActiveLayout):
         keys = torch.arange(layout.cache.reach, device=position_ids.device)
+        if layout.slot_positions is not None:
+            keys = layout.slot_positions[:, None, :]
     else:
         if layout.kernel is not None:  # which takes no mask
             padded = packed_layout(layout.cu_seqlens, layout.max_length)

@@ -9,7 +9,8 @@ slots are visible:
 
 cached        context pass with the active block all [MASK]; span = active block; all slots visible
 prefix        as cached, but span = active block + suffix: the suffix is recomputed every step
-block_causal  buffers grow by one finished block at a time; slots after the block are invisible
+block_causal  buffers grow by finished blocks, each stored by the pass that enters the next one; a
+              token sees no slot after its own block
 exact with context_grad=False: as cached, but the context pass sees the noisy block itself
 
 S sequences, L slots, W tokens of a span, K key/value heads, E head width.
@@ -60,9 +61,10 @@ class Span:
         return owner * self.width + offset.clamp(0, self.width - 1)
 
     def places_of(self, part: Span) -> Tensor:
-        """Places [S, W'] in the flattened rectangle [S * W] of a span within this one."""
+        """Places [S, W'] in the flattened rectangle [S * W] of a span that ends within this one;
+        its positions before this one's start get the first place."""
         first = torch.arange(len(self.start), device=self.start.device)[:, None] * self.width
-        return first + part.positions() - self.start[:, None]
+        return first + (part.positions() - self.start[:, None]).clamp_min(0)
 
     def shifted(self, shift: int) -> Span:
         """The positions that predict the tokens of this span under a logit shift."""
@@ -90,8 +92,9 @@ class CacheShape:
 @dataclass
 class ContextCache:
     """Keys and values of every layer, [S, L + 1, K, E] each: slot p of sequence s holds position p,
-    and the last slot takes what must not be kept. `visible` [S] is how many slots, from the left,
-    an active token sees. With `rows` [S] the sequences are those rows of larger buffers."""
+    and the last slot takes what must not be kept. `visible` is how many slots, from the left, an
+    active token sees: [S], or [S, W] where the W tokens of a span differ. With `rows` [S] the
+    sequences are those rows of larger buffers."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -155,11 +158,13 @@ class ContextCache:
         return row * (self.length + 1) + positions
 
     def show(self, visible: Tensor | int, most: int | None = None) -> None:
-        """Let active tokens see the first `visible` slots, a number [S] or one for all; `most` is
-        the largest where the host knows it."""
+        """Let active tokens see the first `visible` slots: a number for all, one per sequence [S]
+        or per token [S, W]; `most` is the largest where the host knows it."""
         self.even = visible if isinstance(visible, int) else None
         self.most = most if self.even is None else self.even
-        self.visible = torch.zeros_like(self.visible) + visible
+        if isinstance(visible, int):
+            visible = self.visible.new_full((len(self.visible),), visible)
+        self.visible = visible.long()
 
     @property
     def reach(self) -> int:
@@ -172,8 +177,15 @@ class ContextCache:
         return buffer if self.rows is None else buffer.index_select(0, self.rows)
 
     def mask(self) -> Tensor | None:
-        """Boolean [S, 1, 1, reach]: slots that an active token sees; None: all of them."""
+        """Boolean [S, 1, 1 or W, reach]: slots that an active token sees; None: all of them."""
         if self.even is not None:
             return None
-        slot = torch.arange(self.reach, device=self.visible.device)
-        return (slot[None] < self.visible[:, None])[:, None, None]
+        visible = self.visible if self.visible.ndim == 2 else self.visible[:, None]
+        return prefix_mask(visible, self.reach)
+
+
+def prefix_mask(visible: Tensor, length: int) -> Tensor:
+    """Boolean [S, 1, W, length], True where a query may see a key: each of the W sees so many,
+    `visible` [S, W], from the left."""
+    key = torch.arange(length, device=visible.device)
+    return (key < visible[:, :, None])[:, None]

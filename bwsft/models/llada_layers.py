@@ -107,7 +107,7 @@ class LladaBlock(nn.Module):
         if wanted is None:
             q, k = rotary(self.heads(self.q_proj, normed), k, *rope)
         else:
-            width = wanted.size(1)
+            width, layout = wanted.size(1), layout.asked(wanted)
             k, _ = rotary(k, None, *rope)
             x, normed, *rope = (t.index_select(0, wanted.flatten()) for t in (x, normed, *rope))
             q, _ = rotary(self.heads(self.q_proj, normed), None, *rope)

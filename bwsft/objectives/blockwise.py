@@ -57,7 +57,7 @@ class Blockwise(Objective):
     order: str = "uniform"  # which block a visit masks: ObjectiveConfig.blocks
     levels: DiscreteConfig | None = None  # weight "discrete"
     draws_per_visit: int = 1  # of one block; their losses are averaged
-    one_pass: bool = False  # every block of every response in one draw, for block_causal
+    one_pass: bool = False  # a draw masks every block of every response, for block_causal
 
     @classmethod
     def of(cls, config: Any, family: Any, responses: Iterable = ()) -> Blockwise:
@@ -71,9 +71,9 @@ class Blockwise(Objective):
 
     def draws(self, batch: Batch, place: Place, predict: Predict) -> Iterator[Draw]:
         """`draws_per_visit` masks of one block of each example; with order "all" of every block in
-        turn; with one_pass all blocks at once."""
+        turn; with one_pass of all blocks at once."""
         if self.one_pass:
-            yield self.one_pass_draw(batch)
+            yield from (self.one_pass_draw(batch, n) for n in range(self.draws_per_visit))
         elif self.order == "all":
             for some, block in every_block(batch, self.spec):
                 yield from self.visit(some, block)
@@ -121,12 +121,13 @@ class Blockwise(Objective):
             block_draw=None if draws == 1 else visit * draws, rate=rate, factor=factor,
         )  # fmt: skip
 
-    def one_pass_draw(self, batch: Batch) -> Draw:
-        """Every block of every response masked, each as a short sequence with a rate and marks of
-        its own (draw = visit * M + block). Weight 1 / (M * count), so that a sequence's weights sum
-        to 1 as in `visit`, or to M with block_factor "sum". No suffix is hidden: the context mode
-        keeps later blocks out of sight. `batch` is on the host."""
-        spec, inside = self.spec, response_rows(batch).inside
+    def one_pass_draw(self, batch: Batch, draw: int = 0) -> Draw:
+        """Draw number `draw` of a visit: every block of every response masked, each as a short
+        sequence with a rate and marks of its own (number of the visit: visit * M + block). Weight
+        1 / (M * count), so that a sequence's weights sum to 1 as in `visit`, or to M with
+        block_factor "sum". No suffix is hidden: the context mode keeps later blocks out of sight.
+        `batch` is on the host."""
+        spec, draws, inside = self.spec, self.draws_per_visit, response_rows(batch).inside
         shapes = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
         sizes = [[stop - start for start, stop in spec.grid.blocks(*shape)] for shape in shapes]
         per_row = torch.tensor([len(row) for row in sizes])
@@ -141,17 +142,19 @@ class Blockwise(Objective):
             dataclasses.replace(spec, block_origin="response"),
             cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int(),
             sample_ids=batch.sample_ids[owner],
-            draw=(batch.visits * per_row)[owner] + number,
+            draw=((batch.visits * per_row)[owner] + number) * draws + draw,
             block=torch.zeros_like(lengths),
         )
         weight = masked.row_weight
+        if spec.pairs and spec.weight == "flat":
+            weight = 2 * weight  # a token is supervised in one half only
         if spec.block_factor == "mean":
             block_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             weight = weight / per_row[owner][block_of[masked.rows]]
         noisy = batch.ids.index_copy(0, places, masked.noisy_ids)
         rows = places[masked.rows]
         masked = dataclasses.replace(masked, noisy_ids=noisy, rows=rows, row_weight=weight)
-        return draw_of(batch, masked)
+        return dataclasses.replace(draw_of(batch, masked), number=draw, of=draws)
 
 
 def draw_of(batch: Batch, masked: MaskedBatch) -> Draw:

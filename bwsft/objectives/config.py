@@ -115,8 +115,9 @@ class ObjectiveConfig:
     pairs: bool = False
     """Draws of one context come in complementary pairs: together they mask every token once."""
     context_grad: bool = True
-    """False takes the context as a constant in exact mode (the paper's Algorithm 1, line 8, read
-    literally)."""
+    """False takes the context as a constant: in exact mode the paper's Algorithm 1, line 8, read
+    literally; in block_causal what the noisy copies see of the clean rows, which then cost a
+    forward alone."""
     discrete: DiscreteConfig = field(default_factory=DiscreteConfig)
     mdlm: MdlmConfig = field(default_factory=MdlmConfig)
     soft_masked: SoftMaskedConfig = field(default_factory=SoftMaskedConfig)

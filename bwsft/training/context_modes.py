@@ -5,7 +5,8 @@ that a step divides by sequences alone, whatever the mode. No graph outlives its
 
 exact         every draw runs the whole canvas, with gradients through the context
 cached        a context pass without autograd, then cheap passes over the active block against it
-block_causal  all blocks in one pass: a clean row and a noisy copy (block_causal.py)
+block_causal  all blocks in one pass: a clean row and noisy copies (block_causal.py), which see it
+              with gradients, or as a constant that a pass without autograd made
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from bwsft.models.backbone import Backbone, Family, check_context
 from bwsft.models.kv_cache import Context, Span
 from bwsft.objectives.base import Draw, Objective, Place
-from bwsft.training.block_causal import one_pass
+from bwsft.training.block_causal import OnePass, block_size_at, one_pass
 
 if TYPE_CHECKING:
     from bwsft.config import Config
@@ -93,6 +94,10 @@ class ContextMode:
             supervised = draw.rows, draw.target, draw.weight
             return self.backbone(
                 draw.noisy, *supervised, context, draw.smoothing, excluded_id, count)
+
+    def backwards(self, draws: int) -> int:
+        """How many losses a batch has whose visits have so many draws of one block."""
+        return draws
 
     @torch.no_grad()
     def predict(self, noisy: Batch, rows: Tensor) -> LinearArgmax:
@@ -164,34 +169,79 @@ class Cached(FrozenContext):
 
 @dataclass(frozen=True)
 class BlockCausal(ContextMode):
-    """Every block of every response supervised by one forward and backward. Batches are on the
-    host, where their rows are laid out."""
+    """Every block of every response supervised by one forward and backward, in as many noisy copies
+    as a visit has draws. Batches are on the host, where their rows are laid out."""
 
     prompt_blocks: bool = False  # the prompt is cut on the same grid (a block-causal family)
+    context_grad: bool = True  # gradients go through what the copies see of the clean rows
+    size_at: Callable[[int], int] | None = None  # update -> tokens in a block; None: the grid's
+    shift: int = 0  # of the family's logits
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
-        for draw in self.objective.draws(batch, place, self.predict):
-            total = self.loss_of(self.laid_out(batch, draw), None)
-            yield Loss(total, *(x.to(self.device) for x in (draw.num_rows, draw.region)))
+        mode = self if self.size_at is None else self.in_blocks_of(self.size_at(place.step))
+        draw = mode.laid_out(batch, list(mode.objective.draws(batch, place, mode.predict)))
+        context = mode.live(draw) if mode.context_grad else mode.clean_pass(batch, draw.noisy)
+        yield Loss(mode.loss_of(draw, context), draw.num_rows, draw.region)
+
+    def in_blocks_of(self, size: int) -> BlockCausal:
+        """The mode where blocks have so many tokens."""
+        spec = dataclasses.replace(self.objective.spec, block_size=size)
+        objective = dataclasses.replace(self.objective, spec=spec)
+        return dataclasses.replace(self, grid=spec.grid, objective=objective)
 
     @torch.no_grad()
     def score(self, draw: Draw) -> Tensor:
         # Blocks before the active one are clean in the noisy row; it sees no others.
-        return self.loss_of(self.laid_out(draw.noisy, draw), None)
+        draw = self.laid_out(draw.noisy, [draw])
+        return self.loss_of(draw, self.live(draw))
 
-    def laid_out(self, clean: Batch, draw: Draw) -> Draw:
-        """The draw over clean rows and noisy copies, on the device."""
-        one = one_pass(clean, draw.noisy.ids, self.grid, self.prompt_blocks)
-        return dataclasses.replace(draw, noisy=one, rows=one.copy_of[draw.rows]).to(self.device)
+    def backwards(self, draws: int) -> int:
+        return 1
+
+    def laid_out(self, clean: Batch, draws: list[Draw]) -> Draw:
+        """The draws as one, over clean rows and noisy copies, on the device."""
+        noisy = torch.stack([draw.noisy.ids for draw in draws])
+        one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift)
+        parts = []  # of each draw without the list's tail
+        for draw, row in zip(draws, one.row_of, strict=True):
+            n = int(draw.num_rows)
+            parts.append((row[draw.rows[:n]], draw.target[:n], draw.weight[:n] / draw.of))
+        rows, target, weight = (torch.cat(part) for part in zip(*parts, strict=True))
+        num_rows, region = (sum(getattr(d, k) for d in draws) for k in ("num_rows", "region"))
+        return Draw(one, rows, target, weight, num_rows, region).to(self.device)
+
+    def live(self, draw: Draw) -> Context | None:
+        """The copies as the tokens that come out of the last layer, which gives of the clean rows
+        keys and values alone; None where clean rows predict the first tokens of blocks."""
+        return None if self.shift else Context(draw.noisy.span)
+
+    @torch.no_grad()
+    def clean_pass(self, batch: Batch, one: OnePass) -> Context:
+        """The keys and values of the clean rows as constants, with room for those of the copies,
+        which are the active tokens."""
+        none = batch.ids.new_empty(0, len(batch.ids))
+        clean = one_pass(batch, none, self.grid, self.prompt_blocks)
+        inner = getattr(self.backbone, "module", self.backbone)  # inside DDP
+        with self.autocast():
+            context = Context(one.span, inner.new_cache(batch.num_sequences, one.max_length))
+            self.backbone(clean.to(self.device), None, None, None, context)
+        context.cache.show(one.max_length)
+        return context
 
 
-def check_trainable(family: Family, context: str) -> None:
+def check_trainable(family: Family, config: Config) -> None:
     """ValueError for a context mode in which a model of this family cannot be trained."""
-    check_context(family, context)
-    if context == "block_causal" and family.logit_shift:
+    check_context(family, config.context)
+    if config.block_size_schedule and family.attention == "block_causal":
         raise ValueError(
-            "--context block_causal: this model predicts a token from the row before it, which "
-            "another block's noisy copy would fill; use exact or cached"
+            "--block-size-schedule leads a bidirectional model to blocks: leave it out, this one "
+            "attends from block to block already"
+        )
+    frozen = config.context == "block_causal" and not config.objective.context_grad
+    if frozen and family.logit_shift:
+        raise ValueError(
+            "--objective.no-context-grad: this model predicts the first token of a block from the "
+            "clean row, which would be a constant; leave it out in --context block_causal"
         )
 
 
@@ -210,7 +260,9 @@ def make_mode(
     even = config.dataset.canvas == "fixed" and grid.at_response
     common = (backbone, objective, grid, device, autocast, even)
     if config.context == "block_causal":
-        return BlockCausal(*common, prompt_blocks=family.attention == "block_causal")
+        blocks, grad = family.attention == "block_causal", config.objective.context_grad
+        size_at = functools.partial(block_size_at, config) if config.block_size_schedule else None
+        return BlockCausal(*common, blocks, grad, size_at, family.logit_shift)
     if config.context == "cached":
         return Cached(*common, mask_id=family.mask_id)
     if not config.objective.context_grad:

@@ -41,7 +41,8 @@ class BlockwiseConfig(TrainingArguments):
     context: Literal["exact", "cached", "block_causal"] = "exact"
     """How the active block's context is computed, in training and then in decoding."""
     draws_per_context: int = 1
-    """Masks of the same block drawn per visit, which trains on their mean."""
+    """Masks of the same block drawn per visit, which trains on their mean; in block_causal noisy
+    copies of every block beside one clean row."""
     mask_token: str | None = None
     """[MASK] of a model that is loaded by name and has none: a special token, or a new one."""
     logit_shift: Literal[0, 1] | None = None
@@ -77,6 +78,10 @@ class BlockwiseConfig(TrainingArguments):
     """Lowest mask rate."""
     high: float = ObjectiveConfig.high
     """Highest mask rate."""
+    pairs: bool = False
+    """Draws of one context come in complementary pairs: together they mask every token once."""
+    context_grad: bool = True
+    """False takes the context as a constant, in exact and block_causal mode."""
 
     sample_prompts: list[str] | None = None
     """Prompts that are answered during training, greedily and in the context mode of training."""
@@ -95,7 +100,7 @@ class BlockwiseConfig(TrainingArguments):
         flat = ("seed", "block_size", "gen_length", "max_length", "context", "draws_per_context",
                 "mask_token", "logit_shift")  # fmt: skip
         data = ("template", "template_args", "columns", "turns", "on_bad", "canvas")
-        objective = ("blocks", "weight", "empty", "low", "high")
+        objective = ("blocks", "weight", "empty", "low", "high", "pairs", "context_grad")
 
         def take(names: tuple[str, ...]) -> dict:
             return {name: getattr(self, name) for name in names}

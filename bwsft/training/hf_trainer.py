@@ -129,7 +129,7 @@ class BlockwiseTrainer(Trainer):
         check_arguments(args, OWN if isinstance(args, BlockwiseConfig) else ())
         self.backbone, words = open_model(model, args, config, processing_class, peft_config)
         self.backbone.head()  # ValueError if an adapter wraps it
-        check_trainable(self.backbone.family, config.context)
+        check_trainable(self.backbone.family, config)
         prompts = args.sample_prompts if isinstance(args, BlockwiseConfig) else None
         if is_raw(train_dataset) or is_raw(eval_dataset) or prompts:
             words = tokenizer_of(self.backbone, words)
@@ -238,9 +238,10 @@ class BlockwiseTrainer(Trainer):
         scale = (self.accelerator.num_processes if everywhere else 1) / sequences
         mode, total = dataclasses.replace(self.mode, backbone=model), 0.0
         place = Place(self.state.global_step, 0, batch.num_sequences, 0)  # which no block needs
+        backwards = mode.backwards(self.config.draws_per_context)
         for number, loss in enumerate(mode.losses(batch, place), 1):
             part = loss.total * scale
-            if number < self.config.draws_per_context:  # the last backward is the Trainer's
+            if number < backwards:  # the last one is the Trainer's
                 self.accelerator.backward(part)
                 part = part.detach()
             total = total + part
@@ -300,6 +301,11 @@ def check(config: c.Config, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"BlockwiseTrainer cannot follow objective.blocks {config.objective.blocks!r}, whose "
             "epochs or forwards are others than the Trainer's; use bwsft train"
+        )
+    if config.block_size_schedule:
+        raise ValueError(
+            "BlockwiseTrainer cannot follow block_size_schedule, a share of updates that it does "
+            "not know beforehand; use bwsft train"
         )
     if refused := [name for name in FOREIGN if options.get(name) is not None]:
         raise ValueError(f"BlockwiseTrainer takes no {refused[0]}: its loss is the objective's")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ from bwsft.objectives.soft_masked import SoftMasked
 from bwsft.objectives.two_step import TwoStep
 from bwsft.presets import PRESETS, is_for_a_gpu
 from bwsft.training import length
+from bwsft.training.block_causal import block_size_at
 from bwsft.training.context_modes import check_trainable, make_mode
 from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
@@ -143,7 +145,7 @@ def setup(
     plan = plan_model(config, tokenizer, folder)
     end_ids = merged_end_ids(template.end_ids, plan.family.end_ids)
     family = dataclasses.replace(plan.family, end_ids=end_ids)
-    check_trainable(family, config.context)
+    check_trainable(family, config)
     with world.main_first():
         config = follow_data(config, tokenizer, family)
         data = plan_data(config, tokenizer, family)
@@ -235,3 +237,6 @@ def banner(run: Run) -> None:
         f"{config.steps} steps = {config.steps * config.batch_size / data.epoch:.2f} "
         f"epochs of {len(data.train_index):,} examples, {len(data.holdout_index)} held out"
     )
+    if config.block_size_schedule:
+        first, last = block_size_at(config, 0), math.ceil(config.block_size_schedule * config.steps)
+        print(f"blocks shrink from {first} to {config.block_size} tokens in the first {last} steps")

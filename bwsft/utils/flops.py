@@ -109,16 +109,22 @@ class TrainingCost:
         return self.passes * forward + 3 * self.adapter * length
 
     def blockwise(
-        self, context: str, prompt: float, canvas: float, block: float, draws: int = 1
-    ) -> float:
-        """Blockwise SFT under a context mode: `draws` masks of one block; block_causal: one mask of
-        every block, on a clean canvas and a noisy copy of the response."""
+        self, context: str, prompt: float, canvas: float, block: float, draws: int = 1,
+        context_grad: bool = True,
+    ) -> float:  # fmt: skip
+        """Blockwise SFT under a context mode: `draws` masks of one block; block_causal: of every
+        block, on a clean canvas and as many noisy copies of the response. Without context_grad
+        the clean canvas runs forward only there."""
         model, length = self.model, prompt + canvas
         if context == "block_causal":
-            tokens = prompt + 2 * canvas
-            forward = model.active(tokens, tokens if self.dense else length)
-            forward += model.head(canvas / 2)
-            return self.passes * forward + 3 * self.adapter * tokens
+            copies = draws * canvas
+            keys = length + copies if self.dense else length
+            trained = model.active(copies, keys) + model.head(copies / 2)
+            total = self.passes * trained + 3 * self.adapter * copies
+            if context_grad:
+                clean = (model.layers - 1) * model.layer(length, keys) + model.last(length, 0, keys)
+                return total + self.passes * clean + 3 * self.adapter * length
+            return total + model.whole(length, 1) + self.adapter * length
         if context == "cached":
             draw = self.passes * (model.active(block, length) + model.head(block / 2))
             draw += 3 * self.adapter * block
@@ -136,6 +142,10 @@ def step_flops(cost: Cost, prompt: int, gen: int, block: int, draws: int) -> dic
         "exact": training.blockwise("exact", *sizes) / supervised,
         f"cached_k{draws}": training.blockwise("cached", *sizes, draws) / (draws * supervised),
         "block_causal": training.blockwise("block_causal", *sizes) / (gen / 2),
+        "block_causal_pair": training.blockwise("block_causal", *sizes, 2) / gen,
+        f"block_causal_k{draws}": (
+            training.blockwise("block_causal", *sizes, draws) / (draws * gen / 2)
+        ),
     }
 
 

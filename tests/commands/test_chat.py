@@ -165,9 +165,9 @@ def test_bad_commands_change_nothing(conversation, line, message):
 def test_a_context_that_the_model_cannot_have_is_refused(conversation):
     now = conversation()
     backbone = now.decoder.trained.backbone
-    backbone.family = dataclasses.replace(backbone.family, logit_shift=1)
-    with pytest.raises(ValueError, match="predicts each token at its place"):
-        now.command("/context block_causal")
+    backbone.family = dataclasses.replace(backbone.family, attention="block_causal")
+    with pytest.raises(ValueError, match="attends from block to block"):
+        now.command("/context cached")
     assert now.decoder.config.context == "exact"
 
 

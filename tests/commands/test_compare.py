@@ -57,6 +57,8 @@ def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folde
         histories.append(found)
         assert row["flops"] == counter.get_total_flops() / 4
         assert row["passes"] == row["steps"] == sum(g.steps for g in found) / 4
+        rate = sum(len(g.tokens) for g in found) / sum(g.passes for g in found)
+        assert row["tokens_per_forward"] == rate and f"{rate:.2f}" in shown
         assert f"{row['flops'] / 1e9:.3g}" in shown
         folder = questions.parent / f"{row['mode']}.jsonl"
         main(["evaluate", "--task", "gsm8k", "--context", row["mode"], *command, "--save",

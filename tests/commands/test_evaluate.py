@@ -39,8 +39,8 @@ def test_a_model_answers_with_the_options_given(questions, tmp_path, model_folde
     options = DecoderOptions(gen_length=12, block_size=4, steps=6, template="none")
     expected = make_decoder(str(folder), options)(["1+1", "What?", "7"])
     rows = jsonl.read(tmp_path / "s.jsonl")
-    assert [(r["output"], r["tokens"], r["truncated"]) for r in rows] == [
-        (text, tokens, not ended) for text, tokens, ended in expected
+    assert [(r["output"], r["tokens"], r["truncated"], r["passes"]) for r in rows] == [
+        (text, tokens, not ended, passes) for text, tokens, ended, passes in expected
     ]
     settings = json.loads((tmp_path / "r.json").read_text())["settings"]
     assert (settings["steps"], settings["limit"]) == (6, 3)  # part of the run's name

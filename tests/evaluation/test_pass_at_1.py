@@ -118,11 +118,12 @@ def test_a_model_is_decoded_before_scoring(tmp_path):
 
     def decode(questions):
         asked.extend(questions)
-        return [Decoded("The answer is: 2", 5, True), Decoded("hm", 8, False)]
+        return [Decoded("The answer is: 2", 5, True, 4), Decoded("hm", 8, False, 6)]
 
     result = evaluate(EvaluateOptions("gsm8k", model=tmp_path / "m", data=data, limit=2), decode)
     assert asked == ["1+1?", "2+2?"]
     assert (result["accuracy"], result["truncated"], result["mean_tokens"]) == (0.5, 0.5, 6.5)
+    assert result["tokens_per_forward"] == 1.3
     assert result["not_attempted"] == 1
 
     with pytest.raises(ValueError, match="2 texts for 3 questions"):

@@ -204,8 +204,10 @@ def test_bad_objectives_say_what_is_wrong(word):
 
 
 @pytest.mark.parametrize(("word", "more"), [
-    ("draws-per-context", dict(context="block_causal")),
     ("draws-per-context", dict(objective=c.ObjectiveConfig(context_grad=False))),
+    ("block_causal: in the other modes", dict(block_size_schedule=0.5)),
+    ("lie in", dict(context="block_causal", block_size_schedule=1.5)),
+    ("in any case", dict(context="cached", objective=c.ObjectiveConfig(context_grad=False))),
     ("draws-per-context", dict(objective=c.ObjectiveConfig(name="mdlm"))),
     ("even", dict(draws_per_context=3, objective=c.ObjectiveConfig(pairs=True))),
     (

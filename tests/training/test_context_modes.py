@@ -101,7 +101,7 @@ def test_block_causal_rows_equal_separate_forwards():
     b, net = batch(), model()
     inside = response_rows(b).inside
     noisy = torch.where(inside & (torch.arange(len(b.ids)) % 3 == 0), MASK, b.ids)
-    one = one_pass(b, noisy, mode_of("block_causal", net).grid)
+    one = one_pass(b, noisy[None], mode_of("block_causal", net).grid)
     with torch.no_grad():
         hidden = net.hidden_states(one.ids, one.position_ids, one.cu_seqlens, mask=one.mask)
         for s in range(3):
@@ -115,7 +115,7 @@ def test_block_causal_rows_equal_separate_forwards():
                 alone = net.hidden_states(
                     ids, torch.arange(len(ids)), torch.tensor([0, len(ids)]), mask=mask
                 )
-                got = hidden[one.copy_of[a + start : a + stop]]
+                got = hidden[one.copy_of[0, a + start : a + stop]]
                 torch.testing.assert_close(got, alone[start:], rtol=1e-11, atol=1e-12)
 
 
@@ -123,14 +123,14 @@ def test_block_causal_rows_ignore_later_blocks_and_other_copies():
     b, net = batch(), model()
     grid, response = mode_of("block_causal", net).grid, response_rows(b).inside.nonzero()[:, 0]
     noisy = b.ids.clone()
-    one = one_pass(b, noisy, grid)
-    first_block = one.copy_of[response[:4]]
+    one = one_pass(b, noisy[None], grid)
+    first_block = one.copy_of[0, response[:4]]
     with torch.no_grad():
         before = net.hidden_states(one.ids, one.position_ids, one.cu_seqlens, mask=one.mask)
         changed = b.ids.clone()
         changed[response[:12]] = 7  # clean copy of the first response, its first block included
         noisy[response[4:12]] = 9  # its later noisy blocks
-        two = one_pass(dataclasses.replace(b, ids=changed), noisy, grid)
+        two = one_pass(dataclasses.replace(b, ids=changed), noisy[None], grid)
         after = net.hidden_states(two.ids, two.position_ids, two.cu_seqlens, mask=two.mask)
     torch.testing.assert_close(before[first_block], after[first_block], rtol=1e-12, atol=1e-13)
 

@@ -1,6 +1,7 @@
 """Torch's own DDP and FSDP2 around a backbone: two gloo ranks give the gradients of one process in
 every context mode, since head, loss, context pass and draws all go through Backbone.forward."""
 
+import dataclasses
 import itertools
 import os
 import socket
@@ -19,11 +20,14 @@ from tiny_modes import PLACE, batch, mode_of, model
 from tiny_modes import gradients as gradients_of
 
 WORLD = 2
-KINDS, MODES = ("ddp", "fsdp2"), ("cached", "block_causal")
+KINDS, MODES = ("ddp", "fsdp2"), ("cached", "block_causal", "frozen copies")
 
 
 def mode_around(net, name):
-    return mode_of(name, net, draws=2 if name == "cached" else 1)
+    if name != "frozen copies":
+        return mode_of(name, net, draws=2)
+    copies = mode_of("block_causal", net, draws=2, pairs=True)
+    return dataclasses.replace(copies, context_grad=False)
 
 
 def rank_main(rank, port, folder):

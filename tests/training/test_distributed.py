@@ -21,7 +21,8 @@ from bwsft.training.metrics import read_log
 
 # Flags of a run beside those of `arguments`. Two processes share its 8 sequences as 2 x 2 x 2.
 RUNS = {
-    "ddp": ["--lora.rank", "3", "--lora.alpha", "6"],
+    "ddp": ["--lora.rank", "3", "--lora.alpha", "6", "--context", "block_causal",
+            "--draws-per-context", "2", "--objective.pairs"],
     # Shares of 2 and 1, with as many losses as their responses have blocks.
     "ddp-uneven": ["--objective.blocks", "all", "--batch-size", "3", "--micro-batch-size", "3"],
     # One example to train on, and nothing to do for the second process.
@@ -33,8 +34,9 @@ RUNS = {
                     "--batch-size", "3", "--micro-batch-size", "1"],
 }  # fmt: skip
 MORE = {
-    "fsdp-idle": ["--parallel", "fsdp", "--context", "block_causal", "--batch-size", "1",
-                  "--micro-batch-size", "1"],
+    "fsdp-idle": ["--parallel", "fsdp", "--context", "block_causal", "--draws-per-context",
+                  "2", "--objective.no-context-grad", "--batch-size", "1", "--micro-batch-size",
+                  "1"],
     "fsdp-predict": ["--parallel", "fsdp", "--objective.name", "two_step", "--batch-size", "4",
                      "--micro-batch-size", "1"],
 }  # fmt: skip

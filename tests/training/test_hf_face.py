@@ -56,7 +56,9 @@ def losses(trainer):
 MODES = {
     "exact": {"objective": "blockwise", "weight": "rate", "empty": "skip", "blocks": "traversal"},
     "cached": {"draws_per_context": 2, "low": 0.2, "high": 0.9},
-    "block_causal": {"canvas": "response"},
+    "block_causal": {
+        "canvas": "response", "draws_per_context": 2, "pairs": True, "context_grad": False,
+    },
 }
 
 
@@ -98,7 +100,8 @@ def test_every_setting_reaches_the_config(tmp_path):
         block_size=8, gen_length=64, max_length=99, context="cached", draws_per_context=2,
         mask_token="[M]", logit_shift=1, template="none", template_args="a=1", columns="prompt=q",
         turns="all", on_bad="skip", canvas="response", eval_draws=2, objective="classical",
-        blocks="length", weight="flat", empty="skip", low=0.1, high=0.9,
+        blocks="length", weight="flat", empty="skip", low=0.1, high=0.9, pairs=True,
+        context_grad=False,
     )  # fmt: skip
     used = {"holdout", "sample_prompts", "sample_steps"}  # by the Trainer itself
     renamed = {"learning_rate", "adam_beta1", "adam_beta2", "logging_steps"}
@@ -212,17 +215,14 @@ def test_a_loaded_model_and_its_tokenizer(start, tokenizer_folder):
 
 
 def test_a_causal_model_by_its_name(start, tokenizer_folder, tmp_path):
-    """mask_token and logit_shift make it one that unmasks; block_causal cannot have the shift."""
+    """mask_token and logit_shift make it one that unmasks."""
     qwen().save_pretrained(tmp_path / "qwen")
     load_tokenizer(tokenizer_folder).save_pretrained(tmp_path / "qwen")
     named = {"model": tmp_path / "qwen"}
-    for shift in (0, 1):
-        trainer = start(named, mask_token="[MASK]", logit_shift=shift, max_steps=1)
+    for shift, context in ((0, "exact"), (1, "exact"), (1, "block_causal")):
+        options = {"logit_shift": shift, "context": context, "max_steps": 1}
+        trainer = start(named, mask_token="[MASK]", **options)
         assert trainer.backbone.family.logit_shift == shift and len(losses(trainer)) == 1
-    with pytest.raises(ValueError, match="another block's noisy copy"):
-        start(named, mask_token="[MASK]", logit_shift=1, context="block_causal")
-    trainer = start(named, mask_token="[MASK]", logit_shift=0, context="block_causal", max_steps=1)
-    assert len(losses(trainer)) == 1
 
 
 def test_arguments_it_cannot_take(start, records, tmp_path, recwarn):

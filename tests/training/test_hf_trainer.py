@@ -39,7 +39,10 @@ CASES = {
     "exact": {},
     "exact, three draws": {"draws_per_context": 3},
     "cached, two draws, LoRA": {"context": "cached", "draws_per_context": 2, "lora": LORA},
-    "block_causal, LoRA": {"context": "block_causal", "lora": LORA},
+    "block_causal, a pair, LoRA": {
+        "context": "block_causal", "draws_per_context": 2, "lora": LORA,
+        "objective": c.ObjectiveConfig(pairs=True),
+    },
     "classical, LoRA": {"objective": c.ObjectiveConfig(name="classical"), "lora": LORA},
     "traversal, 1/rate": {
         "objective": c.ObjectiveConfig(blocks="traversal", weight="rate", empty="skip"),
@@ -198,6 +201,7 @@ def config_errors():
         "objective mdlm": {"objective": objective(name="mdlm")},
         "objective.blocks 'all'": {"objective": objective(blocks="all")},
         "objective.blocks 'each'": {"objective": objective(blocks="each")},
+        "block_size_schedule": {"context": "block_causal", "block_size_schedule": 0.5},
         "must divide": {"gen_length": 15},
         "give the config gen_length": {"gen_length": None},
     }
@@ -269,7 +273,7 @@ if trainer.args.process_index == 0:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [("cached", 2), ("block_causal", 1)])
+@pytest.mark.parametrize("mode", [("cached", 2), ("block_causal", 2)])
 def test_two_processes_give_the_losses_of_one(flat, model_folder, tmp_path, mode):
     base, names = str(model_folder()), ("context", "draws_per_context")
     config = flat(model=base, tokenizer=None, steps=10, **dict(zip(names, mode, strict=True)))

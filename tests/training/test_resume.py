@@ -30,7 +30,10 @@ KINDS = {
     "lora": {"lora": LORA},
     "traversal": {"objective": c.ObjectiveConfig(blocks="traversal", prefix_noise=0.1)},
     "cached": {"context": "cached", "draws_per_context": 2, "lora": LORA},
-    "block_causal": {"context": "block_causal"},
+    "block_causal": {
+        "context": "block_causal", "draws_per_context": 2,
+        "objective": c.ObjectiveConfig(pairs=True), "block_size_schedule": 0.7,
+    },
 }
 
 

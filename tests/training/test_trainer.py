@@ -223,7 +223,7 @@ def test_a_run_learns_and_writes_what_others_read(tiny, capsys):
     assert "canvas 16 = 4 blocks x 4; batch 4 = 2 x 2" in out
 
 
-def test_block_causal_is_refused_for_a_shifted_family(tiny, monkeypatch):
+def test_a_frozen_clean_row_is_refused_for_a_shifted_family(tiny, monkeypatch):
     from bwsft.training import setup as r
 
     plan = r.plan_model
@@ -234,7 +234,7 @@ def test_block_causal_is_refused_for_a_shifted_family(tiny, monkeypatch):
         return dataclasses.replace(found, family=family)
 
     monkeypatch.setattr(r, "plan_model", shifted)
-    config = tiny(context="block_causal")
-    with pytest.raises(ValueError, match="use exact or cached"):
+    config = tiny(context="block_causal", objective=c.ObjectiveConfig(context_grad=False))
+    with pytest.raises(ValueError, match="would be a constant; leave it out"):
         r.setup(config, c.run_folder(config), None)
     assert not c.run_folder(config).exists()

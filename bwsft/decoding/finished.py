@@ -1,0 +1,94 @@
+"""Context mode block_causal: which blocks a row has, and how far its cache is final.
+
+A token sees the tokens up to the end of its own block, so that the keys and values of a finished
+block are final. They are stored by the pass that enters the next block: the finished tokens and the
+[MASK]s of that block run together, the first block together with its prompt. Under a logit shift
+that pass also predicts the block's first token, from the last finished one, whose hidden state is
+kept for the steps to come.
+
+S sequences, W width of a span, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from bwsft_kernels.block_grid import BlockGrid
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from bwsft.decoding.canvas import Row, upload
+from bwsft.decoding.plan import Planned
+from bwsft.models.backbone import Family
+
+
+@dataclass
+class Finished:
+    """Of every row the ends of its blocks, the prompt's included, and how many positions are
+    stored; under a logit shift also the hidden states of the last stored tokens."""
+
+    stops: list[list[int]]
+    stored: list[int]
+    last: Tensor | None = None  # [S, D]
+
+    @classmethod
+    def nothing(cls, rows: Sequence[Row], family: Family, block_size: int) -> Finished:
+        """Of rows of which nothing is stored."""
+        return cls([block_stops(row, family, block_size) for row in rows], [0] * len(rows))
+
+    def keep(self, kept: list[int]) -> Finished:
+        last = self.last
+        if last is not None:
+            last = last[upload(kept, last.device)]
+        return Finished([self.stops[i] for i in kept], [self.stored[i] for i in kept], last)
+
+    def begins(self, planned: Planned) -> list[int]:
+        """Where the active blocks start; one that holds the prompt's tail starts with that."""
+        return [
+            max((stop for stop in stops if stop <= step.start), default=0)
+            for stops, step in zip(self.stops, planned, strict=True)
+        ]
+
+    def seen(self, rows: list[int], stops: list[int]) -> Tensor:
+        """How many positions, from the left, each token sees that is not stored yet, up to the
+        rows' `stops`: [rows, W], on the host; a short row repeats its last."""
+        found = []
+        for i, stop in zip(rows, stops, strict=True):
+            ends = torch.tensor(self.stops[i])
+            places = torch.arange(self.stored[i], stop)
+            found.append(ends[torch.searchsorted(ends, places, right=True)])
+        padded = pad_sequence(found, batch_first=True)
+        return torch.where(padded == 0, upload(stops, padded.device)[:, None], padded)
+
+    def store(self, rows: list[int], stops: list[int]) -> None:
+        for i, stop in zip(rows, stops, strict=True):
+            self.stored[i] = stop
+
+    def note(self, rows: list[int], hidden: Tensor) -> None:
+        """Keep the hidden states [rows, D] of the last stored tokens of some rows."""
+        if self.last is None:
+            self.last = hidden.new_zeros(len(self.stops), hidden.shape[-1])
+        self.last.index_copy_(0, upload(rows, hidden.device), hidden)
+
+    def recall(self, rows: list[int], whole: list[int], hidden: Tensor) -> Tensor:
+        """Hidden states [rows, W, D] of some rows' active blocks, flat; the first one of those in
+        `whole` is the one that was kept."""
+        if not whole:
+            return hidden.flatten(0, 1)
+        number = {row: place for place, row in enumerate(rows)}
+        places = upload([number[row] for row in whole], hidden.device)
+        first = hidden[:, 0].index_copy(0, places, self.last[upload(whole, hidden.device)])
+        return torch.cat([first[:, None], hidden[:, 1:]], 1).flatten(0, 1)
+
+
+def block_stops(row: Row, family: Family, block_size: int) -> list[int]:
+    """Where the blocks of a row end. The prompt is one block, as in training; in a block-causal
+    family it is cut like the response, with which its tail shares a block."""
+    prompt = len(row.prompt)
+    if family.attention == "block_causal":
+        blocks = BlockGrid(block_size, "absolute").blocks(0, row.length)
+        return [stop for _, stop in blocks]
+    blocks = BlockGrid(block_size, family.block_origin).blocks(prompt, len(row.response))
+    return [prompt] * (prompt > 0) + [stop for _, stop in blocks]

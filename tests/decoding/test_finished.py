@@ -1,0 +1,80 @@
+"""Block-causal decoding of models of transformers: what a step computes while it stores finished
+blocks is, in float64, what a plain forward over prompt, finished blocks and active block gives."""
+
+import dataclasses
+import itertools
+
+import pytest
+import tiny_hf
+import torch
+from bwsft_kernels.block_grid import BlockGrid
+from tiny_hf import float64  # noqa: F401 - every test here runs in float64
+
+from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.generate import generate
+from bwsft.models.block_masks import block_causal_mask
+from bwsft.training.block_causal import clean_numbers
+
+PROMPTS = [[7, 9, 11, 4, 30], [12], [5, 6, 7, 8, 40, 41, 42, 43], [9, 33, 20]]
+RULES = {"quota": {"steps": 8}, "threshold": {"rule": "threshold", "threshold": 0.08}}
+# Layout, logit shift, whether the grid starts at the prompt's first token, which it then cuts too.
+MODELS = {
+    "qwen2": ("qwen2", 0, False), "shifted": ("qwen2", 1, False), "dream": ("dream", 1, False),
+    "sdar": ("sdar", 0, True), "shifted grid": ("qwen2", 1, True), "bert": ("bert", 0, False),
+}  # fmt: skip
+
+
+def model_of(name):
+    kind, shift, cut = MODELS[name]
+    net = tiny_hf.backbone(kind, shift)
+    if cut:
+        grid = {"block_origin": "absolute", "attention": "block_causal"}
+        net.family = dataclasses.replace(net.family, **grid)
+    return net, tiny_hf.plain(kind)
+
+
+@torch.no_grad()
+def assert_plain(slow, family, prompt, canvas, result, config):
+    """Every token that was committed is the most probable one of a plain forward over the state
+    before its step, and was as sure."""
+    grid, cut = BlockGrid(config.block_size, family.block_origin), family.attention != "full"
+    numbers = clean_numbers(grid, len(prompt), config.gen_length, cut)
+    ids = torch.tensor([*prompt, *(family.mask_id if token is None else token for token in canvas)])
+    for _, commits in itertools.groupby(result.trace, key=lambda commit: commit.step):
+        commits = list(commits)
+        active = numbers[len(prompt) + commits[0].position]
+        stop = int((numbers <= active).sum())
+        assert (ids[:stop][numbers[:stop] < active] != family.mask_id).all()
+        mask = block_causal_mask(numbers[None, :stop])
+        options = {"attention_mask": mask, "position_ids": torch.arange(stop)[None]}
+        p = slow(input_ids=ids[None, :stop], **options).logits[0].softmax(-1)
+        for _, position, token, confidence in commits:
+            row = p[len(prompt) + position - family.logit_shift]
+            assert confidence == pytest.approx(float(row[token]), abs=1e-11)
+            row[family.mask_id] = -1
+            assert token == int(row.argmax())
+        for _, position, token, _ in commits:
+            ids[len(prompt) + position] = token
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_one_forward_and_that_of_a_plain_model(name, rule):
+    """Ragged prompts; rows end early, reach their last block, and enter blocks at other steps."""
+    net, slow = model_of(name)
+    config = DecodeConfig(16, 4, context="block_causal", batch_size=3, **RULES[rule])
+    found = generate(net, PROMPTS, config, trace=True)
+    for prompt, result in zip(PROMPTS, found, strict=True):
+        assert result.passes == result.steps >= 4
+        assert_plain(slow, net.family, prompt, [None] * 16, result, config)
+
+
+@pytest.mark.parametrize("name", ["shifted", "shifted grid"])
+def test_given_tokens_may_fill_a_block_before_the_next_one(name):
+    """Two finished blocks are stored at once, and the last token of the second predicts."""
+    net, slow = model_of(name)
+    config = DecodeConfig(16, 4, context="block_causal", stop_at_end=False)
+    canvas = [None, 3, None, None, 4, 5, 6, 7, None, 8, *[None] * 6]
+    (found,) = generate(net, PROMPTS[3:], config, trace=True, canvases=[canvas])
+    assert sorted(c.position for c in found.trace) == [0, 2, 3, 8, 10, 11, 12, 13, 14, 15]
+    assert_plain(slow, net.family, PROMPTS[3], canvas, found, config)
