@@ -26,6 +26,15 @@ def llada_8b_lora() -> Config:
     return Config(preset="llada-8b-lora", model="GSAI-ML/LLaDA-8B-Instruct", micro_batch_size=4)
 
 
+def llada_8b_dense() -> Config:
+    """As llada-8b-lora, but --context block_causal with a complementary pair of noisy copies: every
+    response token is supervised once, and decoding has an exact cache."""
+    return dataclasses.replace(
+        llada_8b_lora(), preset="llada-8b-dense", context="block_causal", draws_per_context=2,
+        objective=ObjectiveConfig(pairs=True), micro_batch_size=2,
+    )  # fmt: skip
+
+
 def paper() -> Config:
     """The paper's text: as llada-8b-lora, but the canvas ends with the response, and a draw without
     a mask masks the block's last token."""
@@ -81,8 +90,8 @@ def qwen3_4b_lora() -> Config:
 
 
 PRESETS = {
-    "debug": debug, "llada-8b-lora": llada_8b_lora, "dream-7b-lora": dream_7b_lora,
-    "sdar-4b-lora": sdar_4b_lora, "qwen3-4b-lora": qwen3_4b_lora,
+    "debug": debug, "llada-8b-lora": llada_8b_lora, "llada-8b-dense": llada_8b_dense,
+    "dream-7b-lora": dream_7b_lora, "sdar-4b-lora": sdar_4b_lora, "qwen3-4b-lora": qwen3_4b_lora,
     "paper": paper, "released": released,
 }  # fmt: skip
 EXACT = ("paper", "released")  # what they reproduce has lengths of its own

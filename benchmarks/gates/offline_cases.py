@@ -66,11 +66,12 @@ def _product(dtype, rows: int, vocabulary: int, full: bool, grad: bool, softcap:
     bias = _empty(-(-vocabulary // 64) * 64, dtype=dtype) if full else None
     target, weight, smoothing = _numbers(rows)
     both = full and not (grad and softcap)  # which takes the other road
-    _linear_cross_entropy_fwd_triton.by_triton(
+    forward = _linear_cross_entropy_fwd_triton
+    row_bytes = forward._row_bytes(vocabulary, dtype, x.device, _tuning.TRITON, grad)
+    forward.by_triton(
         x, head, bias, target, weight if grad else None, smoothing if both else None,
-        30.0 if softcap else None, 7 if full else None,
-        _empty(rows * vocabulary * 8, dtype=torch.uint8),
-    )  # fmt: skip
+        30.0 if softcap else None, 7 if full else None, _empty(rows, row_bytes, dtype=torch.uint8),
+    )
 
 
 def _stats(dtype, rows: int, vocabulary: int, full: bool, noise: bool):

@@ -31,13 +31,16 @@ class TrainFlags(c.Config):
     run: a new run with its settings."""
     print_config: bool = False
     """Print all settings as a YAML file for --config, and end."""
+    dry_run: bool = False
+    """Print tokens, FLOPs and memory of a run on sequences of nominal length, and end."""
 
 
 def parse_train(argv: list[str]) -> c.Config:
     """Config of `bwsft train [PRESET] [--config FILE] [--overrides]`.
 
     With --resume of a started run its stored config is the default, so that preset and flags need
-    not be said again. SystemExit after --help, --help-all and --print-config.
+    not be said again. SystemExit after --help, --help-all, --print-config and
+    --dry-run.
     """
     argv, path = take(spelled(argv), "--config")
     words = argv[1:] if argv and not argv[0].startswith("-") else argv
@@ -59,6 +62,11 @@ def parse_train(argv: list[str]) -> c.Config:
     c.validate(config)
     if flags.print_config:
         print(config_file.text(config), end="")
+        raise SystemExit(0)
+    if flags.dry_run:
+        from bwsft.commands.dry_run import print_cost
+
+        print_cost(config)
         raise SystemExit(0)
     return config
 

@@ -23,7 +23,8 @@ COMMON = {
     "blocks": ("objective", "block-size", "gen-length", "context"),
     "progress": ("eval-every",),
 }  # fmt: skip
-OWN = ("--config", "--print-config", "--no-print-config", "--help", "--help-all", "-h")
+OWN = ("--config", "--print-config", "--no-print-config", "--dry-run",
+       "--no-dry-run", "--help", "--help-all", "-h")
 OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}  # old spelling
 # What other trainers call a setting -> its name here.
 ELSEWHERE = {

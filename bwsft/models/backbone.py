@@ -190,9 +190,9 @@ class Backbone(nn.Module):
         index = span.index_of(rows, batch.cu_seqlens)
         flat = span.flat(batch.cu_seqlens)
         if context.cache is None:
-            return self.hidden_states(**packed(batch), wanted=flat), index
-        names = ("mask", "slot_positions")
-        copies = {name: getattr(batch, name, None) for name in names}
+            mask = getattr(batch, "mask", None)
+            return self.hidden_states(**packed(batch), wanted=flat, mask=mask), index
+        copies = {name: getattr(batch, name, None) for name in ("mask", "slot_positions")}
         return self.active_hidden_states(batch.ids[flat], span, context.cache, **copies), index
 
     @torch.no_grad()

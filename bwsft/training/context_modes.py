@@ -180,7 +180,7 @@ class BlockCausal(ContextMode):
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
         mode = self if self.size_at is None else self.in_blocks_of(self.size_at(place.step))
         draw = mode.laid_out(batch, list(mode.objective.draws(batch, place, mode.predict)))
-        context = None if mode.context_grad else mode.clean_pass(batch, draw.noisy)
+        context = mode.live(draw) if mode.context_grad else mode.clean_pass(batch, draw.noisy)
         yield Loss(mode.loss_of(draw, context), draw.num_rows, draw.region)
 
     def in_blocks_of(self, size: int) -> BlockCausal:
@@ -192,7 +192,8 @@ class BlockCausal(ContextMode):
     @torch.no_grad()
     def score(self, draw: Draw) -> Tensor:
         # Blocks before the active one are clean in the noisy row; it sees no others.
-        return self.loss_of(self.laid_out(draw.noisy, [draw]), None)
+        draw = self.laid_out(draw.noisy, [draw])
+        return self.loss_of(draw, self.live(draw))
 
     def backwards(self, draws: int) -> int:
         return 1
@@ -208,6 +209,11 @@ class BlockCausal(ContextMode):
         rows, target, weight = (torch.cat(part) for part in zip(*parts, strict=True))
         num_rows, region = (sum(getattr(d, k) for d in draws) for k in ("num_rows", "region"))
         return Draw(one, rows, target, weight, num_rows, region).to(self.device)
+
+    def live(self, draw: Draw) -> Context | None:
+        """The copies as the tokens that come out of the last layer, which gives of the clean rows
+        keys and values alone; None where clean rows predict the first tokens of blocks."""
+        return None if self.shift else Context(draw.noisy.span)
 
     @torch.no_grad()
     def clean_pass(self, batch: Batch, one: OnePass) -> Context:

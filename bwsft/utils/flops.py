@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import bwsft_kernels  # noqa: F401 its operators
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -15,15 +16,39 @@ def flop_counter() -> FlopCounterMode:
     """Count the FLOPs of matmuls and attention inside a `with`; get_total_flops() afterwards.
 
     Attention on a CPU, which torch leaves out, is counted too; a mask saves nothing. Triton kernels
-    are not seen: on CUDA the head of the sampler is missing.
+    are not seen: on CUDA the head is missing. Of fake tensors, whose supervised rows nobody can
+    count, all rows of the head are.
     """
+    ops = torch.ops.bwsft_kernels
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     formulas = {
         forward: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
         backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+        ops.linear_argmax: lambda x, weight, *_, **__: 2 * x[0] * weight.numel(),
+        ops.linear_cross_entropy: _loss_flops,
+        ops.linear_cross_entropy_bwd: _loss_bwd_flops,
     }
     return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def _loss_flops(
+    x: torch.Size, weight: torch.Size, bias: object, target: torch.Size, *rest: object,
+    out_shape: tuple, **_: object,
+) -> int:
+    """Of linear_cross_entropy, from shapes: logits, and the gradient of x where forward makes it."""
+    num_rows = rest[-5]
+    rows = out_shape[3][0] or (target[0] if num_rows is None else num_rows)
+    made = out_shape[2].numel() > 0
+    return 2 * rows * weight.numel() * (1 + made)
+
+
+def _loss_bwd_flops(
+    upstream: object, x: torch.Size, weight: torch.Size, bias: object, index: object,
+    grad_x: object, scale: torch.Size, *rest: object, **_: object,
+) -> int:
+    """Of its backward: the gradient of the head."""
+    return 2 * scale[0] * weight.numel() * rest[-1][1]
 
 
 @dataclass(frozen=True)
@@ -97,7 +122,8 @@ class TrainingCost:
             trained = model.active(copies, keys) + model.head(copies / 2)
             total = self.passes * trained + 3 * self.adapter * copies
             if context_grad:
-                return total + self.passes * model.active(length, keys) + 3 * self.adapter * length
+                clean = (model.layers - 1) * model.layer(length, keys) + model.last(length, 0, keys)
+                return total + self.passes * clean + 3 * self.adapter * length
             return total + model.active(length, length) + self.adapter * length
         if context == "cached":
             draw = self.passes * (model.active(block, length) + model.head(block / 2))

@@ -106,7 +106,7 @@ def test_the_config_of_a_run_starts_another(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "complaint"), [
-    ("steps: 5", "names no preset: add one of debug, llada-8b-lora, dream-7b-lora,"),
+    ("steps: 5", "names no preset: add one of debug, llada-8b-lora, llada-8b-dense,"),
     ("preset: debgu", "preset is none of debug, .*; did you mean debug?"),
     ("preset: [debug]", "preset is none of"),
     ("lr: 1", r"unknown setting lr; did you mean optim.lr\?"),

@@ -51,7 +51,7 @@ def test_the_command_works_without_the_faults(tiny, flags, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "word"), [
-    (["train"], "name a preset (debug, llada-8b-lora, dream-7b-lora, sdar-4b-lora"),
+    (["train"], "name a preset (debug, llada-8b-lora, llada-8b-dense, dream-7b-lora"),
     (["train", "debgu"], "released; did you mean debug?"),
     (["train", "debug", "--stesp=5"], "unknown flag --stesp; did you mean --steps?"),
     (["train", "debug", "--learning-rate", "1"], "--learning-rate: it is called --lr here"),

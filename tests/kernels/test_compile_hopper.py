@@ -35,7 +35,7 @@ def product(vocabulary, kernel, full, row_stride=HIDDEN):
     return lambda: fwd.by_triton(
         x, head, empty(width) if full else None, empty(ROWS, dtype=torch.int64),
         None if kernel == "loss" else numbers, numbers if full and softcap is None else None,
-        softcap, 7 if full else None, empty(ROWS * width * 8, dtype=torch.uint8),
+        softcap, 7 if full else None, empty(ROWS, width * 8, dtype=torch.uint8),
     )
 
 

@@ -151,8 +151,8 @@ def start_of(name, mode):
 
 
 @pytest.mark.parametrize(("preset", "name"), [
-    ("llada-8b-lora", "llada"), ("dream-7b-lora", "Dream"), ("sdar-4b-lora", "sdar"),
-    ("qwen3-4b-lora", "qwen3"),
+    ("llada-8b-lora", "llada"), ("llada-8b-dense", "llada"), ("dream-7b-lora", "Dream"),
+    ("sdar-4b-lora", "sdar"), ("qwen3-4b-lora", "qwen3"),
 ])  # fmt: skip
 def test_a_preset_trains_its_family(preset, name, folders, data_file, tmp_path, monkeypatch):
     """A small model of the family in the place of its own, lengths from the data, then decoding."""

@@ -1,4 +1,4 @@
-"""The loop over chunks of rows behind `linear_cross_entropy`: losses, and gradients by the way.
+"""The loop of `linear_cross_entropy` over chunks of rows: losses, and gradients by the way.
 
 Letters: T rows of the input, N supervised rows, D hidden size, V vocabulary.
 """
