@@ -2,9 +2,9 @@
 
 A token sees the tokens up to the end of its own block, so that the keys and values of a finished
 block are final. They are stored by the pass that enters the next block: the finished tokens and the
-[MASK]s of that block run together, the first block together with its prompt. Under a logit shift
-that pass also predicts the block's first token, from the last finished one, whose hidden state is
-kept for the steps to come.
+[MASK]s of that block run together, the first block with its prompt unless that is long. Under a
+logit shift that pass also predicts the block's first token, from the last finished one, whose
+hidden state is kept for the steps to come.
 
 S sequences, W width of a span, D hidden size.
 """
@@ -77,9 +77,12 @@ class Finished:
         `whole` is the one that was kept."""
         if not whole:
             return hidden.flatten(0, 1)
-        number = {row: place for place, row in enumerate(rows)}
-        places = upload([number[row] for row in whole], hidden.device)
-        first = hidden[:, 0].index_copy(0, places, self.last[upload(whole, hidden.device)])
+        if len(whole) == len(self.stops):  # nothing to send to the device
+            first = self.last
+        else:
+            number = {row: place for place, row in enumerate(rows)}
+            places = upload([number[row] for row in whole], hidden.device)
+            first = hidden[:, 0].index_copy(0, places, self.last[upload(whole, hidden.device)])
         return torch.cat([first[:, None], hidden[:, 1:]], 1).flatten(0, 1)
 
 
