@@ -121,13 +121,15 @@ class DecodeContext:
         the others run their block alone."""
         stored, begins = self.finished.stored, self.finished.begins(planned)
         rows = range(len(planned))
-        if not any(stored) and self.model.family.attention == "full":
+        family = self.model.family
+        if not any(stored) and (family.attention, family.clean_attention) == ("full", "block"):
             self.store_long(canvas)
         enter, rest = ([i for i in rows if (stored[i] < begins[i]) == new] for new in (True, False))
         parts = []
         if enter:
-            parts.append((enter, self.entering_pass(canvas, enter, planned, block)))
-            self.finished.store(enter, [begins[i] for i in enter])
+            own = [begins[i] for i in enter]
+            parts.append((enter, self.entering_pass(canvas, enter, own, planned, block)))
+            self.finished.store(enter, own)
         if rest:
             parts.append((rest, self.block_pass(canvas, rest, planned, block)))
         return joined(parts, len(planned), block.width)
@@ -144,13 +146,13 @@ class DecodeContext:
         self.finished.store(rows, [prompts[i] for i in rows])
 
     def entering_pass(
-        self, canvas: Canvas, rows: list[int], planned: Planned, block: Span
+        self, canvas: Canvas, rows: list[int], begins: list[int], planned: Planned, block: Span
     ) -> Tensor:
         """block_causal: run the active blocks of some rows, and store the finished tokens before
-        them that are not stored yet."""
+        them, those before `begins`, that are not stored yet."""
         self.count(rows)
         starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
-        visible = self.finished.seen(rows, stops).to(block.start.device, non_blocking=True)
+        visible = self.finished.seen(rows, begins, stops).to(block.start.device, non_blocking=True)
         cache, block = self.part(rows, block)
         if any(starts):
             span = span_of(starts, stops, block.start.device)

@@ -31,18 +31,21 @@ class Finished:
 
     stops: list[list[int]]
     stored: list[int]
+    causal: bool  # a finished token sees no later one
     last: Tensor | None = None  # [S, D]
 
     @classmethod
     def nothing(cls, rows: Sequence[Row], family: Family, block_size: int) -> Finished:
         """Of rows of which nothing is stored."""
-        return cls([block_stops(row, family, block_size) for row in rows], [0] * len(rows))
+        stops = [block_stops(row, family, block_size) for row in rows]
+        return cls(stops, [0] * len(rows), family.clean_attention == "causal")
 
     def keep(self, kept: list[int]) -> Finished:
         last = self.last
         if last is not None:
             last = last[upload(kept, last.device)]
-        return Finished([self.stops[i] for i in kept], [self.stored[i] for i in kept], last)
+        stops, stored = ([values[i] for i in kept] for values in (self.stops, self.stored))
+        return Finished(stops, stored, self.causal, last)
 
     def begins(self, planned: Planned) -> list[int]:
         """Where the active blocks start; one that holds the prompt's tail starts with that."""
@@ -51,14 +54,16 @@ class Finished:
             for stops, step in zip(self.stops, planned, strict=True)
         ]
 
-    def seen(self, rows: list[int], stops: list[int]) -> Tensor:
-        """How many positions, from the left, each token sees that is not stored yet, up to the
-        rows' `stops`: [rows, W], on the host; a short row repeats its last."""
+    def seen(self, rows: list[int], begins: list[int], stops: list[int]) -> Tensor:
+        """How many positions, from the left, each token sees that is not stored yet, from the rows'
+        active blocks, `begins` to `stops`, and before: [rows, W], on the host; a short row repeats
+        its last."""
         found = []
-        for i, stop in zip(rows, stops, strict=True):
+        for i, begin, stop in zip(rows, begins, stops, strict=True):
             ends = torch.tensor(self.stops[i])
             places = torch.arange(self.stored[i], stop)
-            found.append(ends[torch.searchsorted(ends, places, right=True)])
+            seen = ends[torch.searchsorted(ends, places, right=True)]
+            found.append(torch.where(places < begin, places + 1, seen) if self.causal else seen)
         padded = pad_sequence(found, batch_first=True)
         return torch.where(padded == 0, upload(stops, padded.device)[:, None], padded)
 
