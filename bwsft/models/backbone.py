@@ -173,7 +173,11 @@ class Backbone(nn.Module):
         ``num_rows``, called once the layers are on their way, gives its ``num_rows``.
         """
         if rows is None:
-            self.fill(batch, context.cache, mask=getattr(batch, "mask", None))
+            mask = getattr(batch, "mask", None)
+            # What comes out is not used. (Of a canvas all does: with less, an adapter's dropout
+            # would draw other numbers than in runs that were begun before.)
+            last = None if mask is None else batch.cu_seqlens[1:, None].long() - 1
+            self.fill(batch, context.cache, last, mask=mask)
             return torch.zeros((), device=batch.ids.device)
         hidden, index = self._rows_of(batch, self.predicting_rows(rows), context)
         hidden = hidden.index_select(0, index)

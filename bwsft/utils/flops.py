@@ -124,7 +124,7 @@ class TrainingCost:
             if context_grad:
                 clean = (model.layers - 1) * model.layer(length, keys) + model.last(length, 0, keys)
                 return total + self.passes * clean + 3 * self.adapter * length
-            return total + model.active(length, length) + self.adapter * length
+            return total + model.whole(length, 1) + self.adapter * length
         if context == "cached":
             draw = self.passes * (model.active(block, length) + model.head(block / 2))
             draw += 3 * self.adapter * block
