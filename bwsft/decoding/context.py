@@ -152,7 +152,7 @@ class DecodeContext:
         them, those before `begins`, that are not stored yet."""
         self.count(rows)
         starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
-        visible = self.finished.seen(rows, begins, stops).to(block.start.device, non_blocking=True)
+        visible = upload(self.finished.seen(rows, begins, stops), block.start.device)
         cache, block = self.part(rows, block)
         if any(starts):
             span = span_of(starts, stops, block.start.device)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from bwsft.decoding.canvas import Row, upload
 from bwsft.decoding.plan import Planned
@@ -54,18 +53,21 @@ class Finished:
             for stops, step in zip(self.stops, planned, strict=True)
         ]
 
-    def seen(self, rows: list[int], begins: list[int], stops: list[int]) -> Tensor:
+    def seen(self, rows: list[int], begins: list[int], stops: list[int]) -> list[list[int]]:
         """How many positions, from the left, each token sees that is not stored yet, from the rows'
-        active blocks, `begins` to `stops`, and before: [rows, W], on the host; a short row repeats
-        its last."""
-        found = []
-        for i, begin, stop in zip(rows, begins, stops, strict=True):
-            ends = torch.tensor(self.stops[i])
-            places = torch.arange(self.stored[i], stop)
-            seen = ends[torch.searchsorted(ends, places, right=True)]
-            found.append(torch.where(places < begin, places + 1, seen) if self.causal else seen)
-        padded = pad_sequence(found, batch_first=True)
-        return torch.where(padded == 0, upload(stops, padded.device)[:, None], padded)
+        active blocks, `begins` to `stops`, and before; a short row repeats its last."""
+        found = [self.seen_by(*row) for row in zip(rows, begins, stops, strict=True)]
+        width = max(map(len, found))
+        return [own + own[-1:] * (width - len(own)) for own in found]
+
+    def seen_by(self, row: int, begin: int, stop: int) -> list[int]:
+        found, place = [], self.stored[row]
+        for end in self.stops[row]:
+            own = range(place, min(end, stop))
+            causal = self.causal and end <= begin
+            found += [p + 1 for p in own] if causal else [end] * len(own)
+            place += len(own)
+        return found
 
     def store(self, rows: list[int], stops: list[int]) -> None:
         for i, stop in zip(rows, stops, strict=True):
