@@ -32,13 +32,16 @@ OBJECTIVES = {"blockwise": Blockwise, "classical": Classical}
 
 @dataclass(frozen=True)
 class Counted:
-    """Of one sequence, forward and backward."""
+    """What a step on one sequence takes, and the model."""
 
     tokens: int
     """Tokens that run through the layers, a context pass included."""
     flops: int
     kept: int
     """Most bytes that a forward keeps for its backward, weights aside."""
+    weights: int
+    """Bytes of weights, and of the gradients and two moments of the trained ones, which are
+    float32."""
 
 
 class Kept:
@@ -65,7 +68,7 @@ def print_cost(config: c.Config) -> None:
     """Print what the run `config` costs on nominal sequences, half of max_length prompt. ValueError
     for an objective or a model that this cannot count."""
     config, shape = countable(config), llada_of(config)
-    counted, memory = count(config, shape), weights(config, shape)
+    counted = count(config, shape)
     batch, steps, (prompt, canvas) = config.batch_size, config.steps, nominal(config)
     supervised, kept = batch * masked(config), config.micro_batch_size * counted.kept
     lines = {
@@ -77,7 +80,7 @@ def print_cost(config: c.Config) -> None:
         "FLOPs": f"{batch * counted.flops / 1e12:,.3g} T an update, "
         f"{steps * batch * counted.flops / 1e15:,.3g} P in all, "
         f"{batch * counted.flops / supervised / 1e9:,.3g} G per supervised token",
-        "memory": f"{memory / 1e9:,.3g} GB of weights, gradients and moments, and "
+        "memory": f"{counted.weights / 1e9:,.3g} GB of weights, gradients and moments, and "
         f"{kept / 1e9:,.3g} GB kept for backward",
     }
     for name, text in lines.items():
@@ -123,21 +126,13 @@ def masked(config: c.Config) -> float:
     return config.draws_per_context * (config.gen_length if whole else config.block_size) / 2
 
 
-def weights(config: c.Config, shape: LladaConfig) -> int:
-    """Bytes of weights, and of the gradients and two moments of the trained ones, which are
-    float32."""
-    whole = hollow_backbone(shape, dtype_of(config), config.lora)
-    held = sum(p.nbytes for p in whole.parameters())
-    return held + sum(3 * p.nbytes for p in trainable(whole).values())
-
-
 def dtype_of(config: c.Config) -> torch.dtype:
     """Of the weights as training on the device that the preset is for would have them."""
     return torch.bfloat16 if is_for_a_gpu(config) and config.lora.rank else torch.float32
 
 
 def count(config: c.Config, shape: LladaConfig) -> Counted:
-    """Of one sequence, told from two and three layers: all but the last cost the same."""
+    """All of it, told from two and three layers: all but the last cost the same."""
     two, three = (counted(config, shape, layers) for layers in (2, 3))
     more = shape.n_layers - 2
     pairs = zip(dataclasses.astuple(two), dataclasses.astuple(three), strict=True)
@@ -169,4 +164,6 @@ def step_of(config: c.Config, backbone: Backbone) -> Counted:
             for loss in mode.losses(batch, Place(0, 0, 1, batch.ids.numel())):
                 most = max(most, kept.take())
                 loss.total.backward()
-    return Counted(sum(tokens), flops.get_total_flops(), most)
+    held = sum(p.nbytes for p in backbone.parameters())
+    held += sum(3 * p.nbytes for p in trainable(backbone).values())
+    return Counted(sum(tokens), flops.get_total_flops(), most, held)
