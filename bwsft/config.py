@@ -169,6 +169,12 @@ class Config:
     block_size_schedule: float = 0.0
     """Share of the steps, the first ones, in which blocks shrink to --block-size, by halves from
     the whole response: it leads a bidirectional model to --context block_causal; 0 for none."""
+    clean_attention: Literal["block", "causal"] = "block"
+    """What clean tokens see in --context block_causal: their block and all before it, or, causal,
+    nothing after themselves. Of a model that predicts the next token; decoding follows."""
+    ar_weight: float = 0.0
+    """With --clean-attention causal: weight of the autoregressive loss of the clean response
+    beside the noisy copies' loss."""
     context: Literal["exact", "cached", "block_causal"] = "exact"
     """How the active block's context is computed, in training and then in decoding."""
     draws_per_context: int = 1
@@ -272,6 +278,14 @@ def _validate_context(config: Config) -> None:
         raise ValueError(
             "--block-size-schedule is for --context block_causal: in the other modes a block "
             "attends to the whole canvas from the start"
+        )
+    if config.clean_attention == "causal" and config.context != "block_causal":
+        raise ValueError("--clean-attention causal is for --context block_causal")
+    if not 0 <= config.ar_weight < math.inf:
+        raise ValueError("--ar-weight must be 0 or positive")
+    if config.ar_weight and config.clean_attention != "causal":
+        raise ValueError(
+            "--ar-weight needs --clean-attention causal: else a clean token sees what it predicts"
         )
     if objective.pairs and config.draws_per_context % 2:
         raise ValueError("--objective.pairs needs an even --draws-per-context")

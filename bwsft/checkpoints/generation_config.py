@@ -37,6 +37,7 @@ class DecodingContract:
     end_ids: tuple[int, ...]
     logit_shift: Literal[0, 1]
     mask_id: int
+    clean_attention: Literal["block", "causal"] = "block"
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= self.gen_length or self.gen_length % self.block_size:
@@ -57,7 +58,7 @@ class DecodingContract:
             context=config.context, block_size=config.block_size, gen_length=config.gen_length,
             canvas=data.canvas, block_origin=family.block_origin,
             end_ids=merged_end_ids(ends, family.end_ids), logit_shift=family.logit_shift,
-            mask_id=family.mask_id,
+            mask_id=family.mask_id, clean_attention=config.clean_attention,
         )  # fmt: skip
 
     def check(self, family: Family, folder: Path | str) -> None:
@@ -112,6 +113,8 @@ def write_generation_config(
     if contract:
         values |= official_names(contract, config.model_type)
         values[KEY] = dataclasses.asdict(contract)
+        if contract.clean_attention == DecodingContract.clean_attention:  # the usual goes unsaid
+            del values[KEY]["clean_attention"]
     values = {name: value for name, value in values.items() if value is not None}
     write_atomic(Path(folder) / FILE, json.dumps(values, indent=2) + "\n")
 

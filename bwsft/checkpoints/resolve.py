@@ -218,7 +218,8 @@ def load_trained(
         note_block_size(backbone, contract.block_size)
     else:
         contract, assumed = assumed_contract(backbone, words)
-    backbone.family = dataclasses.replace(backbone.family, end_ids=contract.end_ids)
+    said = {name: getattr(contract, name) for name in ("end_ids", "clean_attention")}
+    backbone.family = dataclasses.replace(backbone.family, **said)
     return Trained(backbone.eval(), words, state, source, contract, assumed)
 
 

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from bwsft.models.verifier import Verifier
 
 
+# block_causal: a longer prompt is stored by a pass of its own. Beside a block it needs a mask of
+# its length squared, and attention under a mask is slower than the kernels that take none.
+LONG_PROMPT = 1024
+
+
 @dataclass
 class DecodeContext:
     """The context cache of one batch and what it holds; `passes` counts each row's forwards."""
@@ -116,23 +121,38 @@ class DecodeContext:
         the others run their block alone."""
         stored, begins = self.finished.stored, self.finished.begins(planned)
         rows = range(len(planned))
+        family = self.model.family
+        if not any(stored) and (family.attention, family.clean_attention) == ("full", "block"):
+            self.store_long(canvas)
         enter, rest = ([i for i in rows if (stored[i] < begins[i]) == new] for new in (True, False))
         parts = []
         if enter:
-            parts.append((enter, self.entering_pass(canvas, enter, planned, block)))
-            self.finished.store(enter, [begins[i] for i in enter])
+            own = [begins[i] for i in enter]
+            parts.append((enter, self.entering_pass(canvas, enter, own, planned, block)))
+            self.finished.store(enter, own)
         if rest:
             parts.append((rest, self.block_pass(canvas, rest, planned, block)))
         return joined(parts, len(planned), block.width)
 
+    def store_long(self, canvas: Canvas) -> None:
+        """block_causal: store the long prompts, if there are any."""
+        prompts = [len(row.prompt) for row in canvas.rows]
+        if not (rows := [i for i, length in enumerate(prompts) if length > LONG_PROMPT]):
+            return
+        self.count(rows)
+        view = canvas.view(rows, [prompts[i] for i in rows])
+        hidden = self.model.fill(view, self.cache_of(rows), view.cu_seqlens[1:, None].long() - 1)
+        self.finished.note(rows, hidden)
+        self.finished.store(rows, [prompts[i] for i in rows])
+
     def entering_pass(
-        self, canvas: Canvas, rows: list[int], planned: Planned, block: Span
+        self, canvas: Canvas, rows: list[int], begins: list[int], planned: Planned, block: Span
     ) -> Tensor:
         """block_causal: run the active blocks of some rows, and store the finished tokens before
-        them that are not stored yet."""
+        them, those before `begins`, that are not stored yet."""
         self.count(rows)
         starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
-        visible = self.finished.seen(rows, stops).to(block.start.device, non_blocking=True)
+        visible = upload(self.finished.seen(rows, begins, stops), block.start.device)
         cache, block = self.part(rows, block)
         if any(starts):
             span = span_of(starts, stops, block.start.device)

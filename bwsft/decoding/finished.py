@@ -2,9 +2,9 @@
 
 A token sees the tokens up to the end of its own block, so that the keys and values of a finished
 block are final. They are stored by the pass that enters the next block: the finished tokens and the
-[MASK]s of that block run together, the first block together with its prompt. Under a logit shift
-that pass also predicts the block's first token, from the last finished one, whose hidden state is
-kept for the steps to come.
+[MASK]s of that block run together, the first block with its prompt unless that is long. Under a
+logit shift that pass also predicts the block's first token, from the last finished one, whose
+hidden state is kept for the steps to come.
 
 S sequences, W width of a span, D hidden size.
 """
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from bwsft.decoding.canvas import Row, upload
 from bwsft.decoding.plan import Planned
@@ -31,18 +30,21 @@ class Finished:
 
     stops: list[list[int]]
     stored: list[int]
+    causal: bool  # a finished token sees no later one
     last: Tensor | None = None  # [S, D]
 
     @classmethod
     def nothing(cls, rows: Sequence[Row], family: Family, block_size: int) -> Finished:
         """Of rows of which nothing is stored."""
-        return cls([block_stops(row, family, block_size) for row in rows], [0] * len(rows))
+        stops = [block_stops(row, family, block_size) for row in rows]
+        return cls(stops, [0] * len(rows), family.clean_attention == "causal")
 
     def keep(self, kept: list[int]) -> Finished:
         last = self.last
         if last is not None:
             last = last[upload(kept, last.device)]
-        return Finished([self.stops[i] for i in kept], [self.stored[i] for i in kept], last)
+        stops, stored = ([values[i] for i in kept] for values in (self.stops, self.stored))
+        return Finished(stops, stored, self.causal, last)
 
     def begins(self, planned: Planned) -> list[int]:
         """Where the active blocks start; one that holds the prompt's tail starts with that."""
@@ -51,16 +53,21 @@ class Finished:
             for stops, step in zip(self.stops, planned, strict=True)
         ]
 
-    def seen(self, rows: list[int], stops: list[int]) -> Tensor:
-        """How many positions, from the left, each token sees that is not stored yet, up to the
-        rows' `stops`: [rows, W], on the host; a short row repeats its last."""
-        found = []
-        for i, stop in zip(rows, stops, strict=True):
-            ends = torch.tensor(self.stops[i])
-            places = torch.arange(self.stored[i], stop)
-            found.append(ends[torch.searchsorted(ends, places, right=True)])
-        padded = pad_sequence(found, batch_first=True)
-        return torch.where(padded == 0, upload(stops, padded.device)[:, None], padded)
+    def seen(self, rows: list[int], begins: list[int], stops: list[int]) -> list[list[int]]:
+        """How many positions, from the left, each token sees that is not stored yet, from the rows'
+        active blocks, `begins` to `stops`, and before; a short row repeats its last."""
+        found = [self.seen_by(*row) for row in zip(rows, begins, stops, strict=True)]
+        width = max(map(len, found))
+        return [own + own[-1:] * (width - len(own)) for own in found]
+
+    def seen_by(self, row: int, begin: int, stop: int) -> list[int]:
+        found, place = [], self.stored[row]
+        for end in self.stops[row]:
+            own = range(place, min(end, stop))
+            causal = self.causal and end <= begin
+            found += [p + 1 for p in own] if causal else [end] * len(own)
+            place += len(own)
+        return found
 
     def store(self, rows: list[int], stops: list[int]) -> None:
         for i, stop in zip(rows, stops, strict=True):
@@ -77,9 +84,12 @@ class Finished:
         `whole` is the one that was kept."""
         if not whole:
             return hidden.flatten(0, 1)
-        number = {row: place for place, row in enumerate(rows)}
-        places = upload([number[row] for row in whole], hidden.device)
-        first = hidden[:, 0].index_copy(0, places, self.last[upload(whole, hidden.device)])
+        if len(whole) == len(self.stops):  # nothing to send to the device
+            first = self.last
+        else:
+            number = {row: place for place, row in enumerate(rows)}
+            places = upload([number[row] for row in whole], hidden.device)
+            first = hidden[:, 0].index_copy(0, places, self.last[upload(whole, hidden.device)])
         return torch.cat([first[:, None], hidden[:, 1:]], 1).flatten(0, 1)
 
 

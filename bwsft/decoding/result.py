@@ -32,8 +32,8 @@ class Generation:
     # On request, everything that was committed, in order, also from the end token on; under a
     # revising rule also what was replaced or taken back later.
     trace: list[Commit] = field(default_factory=list)
-    # Forward passes that this row took part in: one a step, and one more for guidance; those of a
-    # verifier do not count.
+    # Forward passes that this row took part in: one a step, one more a step for guidance, and in
+    # block_causal one for a long prompt; those of a verifier do not count.
     passes: int = 0
 
     def summary(self) -> str:

@@ -30,6 +30,9 @@ class Family:
     logit_shift: int = 0  # position i predicts token i + logit_shift
     block_origin: str = "response"  # where the block grid starts: "response" | "absolute"
     attention: str = "full"  # "full" | "block_causal"
+    # Under context block_causal a token of the prompt or of a finished block sees its "block" whole
+    # or, "causal", nothing after itself.
+    clean_attention: str = "block"
     softcap: float | None = None
 
 

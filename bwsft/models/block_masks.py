@@ -14,17 +14,21 @@ def grid_numbers(length: int, block_size: int) -> Tensor:
     return BlockGrid(block_size, "absolute").index_of(torch.arange(length), 0) + 1
 
 
-def block_causal_mask(numbers: Tensor, copies: Tensor | None = None) -> Tensor:
+def block_causal_mask(
+    numbers: Tensor, copies: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """Boolean [S, 1, L, L], True where a query (third) may see a key (fourth), from block numbers
     [S, L]: 0 prompt, k clean block k, -k a noisy copy of it, PAD; and, where there are several,
     the number of the copy [S, L].
 
     Clean k sees the prompt and clean <= k; noisy k sees the prompt, clean < k and itself. Allowed
     pairs of one sequence with c copies: P^2 + (1 + c) sum_k b_k (P + sum_{j <= k} b_j). Where the
-    prompt has blocks of its own nothing is numbered 0.
+    prompt has blocks of its own nothing is numbered 0. `causal`: a clean token sees none after it.
     """
     q, k = numbers[:, :, None], numbers[:, None, :]
     clean = (q >= 0) & (k >= 0) & (k <= q)
+    if causal:
+        clean = clean.tril()
     itself = k == q
     if copies is not None:
         itself &= copies[:, None, :] == copies[:, :, None]

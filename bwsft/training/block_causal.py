@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bwsft.models.block_masks import PAD, block_causal_mask, grid_numbers
 from bwsft.models.kv_cache import Span
+from bwsft.objectives.base import response_rows
 
 if TYPE_CHECKING:
     from bwsft.config import Config
@@ -38,11 +39,12 @@ class OnePass:
     copy_of: Tensor  # [copies, T of the batch] where each copy of a response token is; 0 elsewhere
     row_of: Tensor  # [copies, T of the batch] and the row by which it is predicted: predicted_at
     max_length: int
+    causal: bool = False  # a clean token sees no later one
 
     @property
     def mask(self) -> Tensor:
         """Boolean [S, 1, L, L], see block_causal_mask."""
-        return block_causal_mask(self.numbers, self.copies)
+        return block_causal_mask(self.numbers, self.copies, self.causal)
 
     @property
     def span(self) -> Span:
@@ -55,8 +57,9 @@ class OnePass:
 
 
 def one_pass(
-    batch: Batch, noisy: Tensor, grid: BlockGrid, prompt_blocks: bool = False, shift: int = 0
-) -> OnePass:
+    batch: Batch, noisy: Tensor, grid: BlockGrid, prompt_blocks: bool = False, shift: int = 0,
+    causal: bool = False,
+) -> OnePass:  # fmt: skip
     """Lay out the clean rows of a batch, and copies of their responses with the ids noisy
     [copies, T]. Both are on the host. `shift`: position i predicts token i + shift."""
     ids, positions, numbers, copies = [], [], [], []
@@ -94,6 +97,7 @@ def one_pass(
         copy_of=copy_of,
         row_of=row_of,
         max_length=max(lengths),
+        causal=causal,
     )
 
 
@@ -126,3 +130,13 @@ def predicted_at(clean: Tensor, copies: Tensor, shift: int) -> Tensor:
     """
     place = torch.arange(len(clean) - copies.shape[1], len(clean))
     return torch.where(clean[place] == clean[place - shift], copies, place)
+
+
+def clean_responses(batch: Batch, one: OnePass) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, tokens, weights) of the response tokens in the clean rows, which a model with causal
+    clean rows predicts from the rows before; weights sum to 1 per sequence."""
+    inside = response_rows(batch).inside
+    owner = torch.repeat_interleave(batch.cu_seqlens.diff().long())
+    rows = one.cu_seqlens[:-1].long()[owner] + batch.position_ids
+    weight = 1 / batch.response_lengths.float()
+    return rows[inside], batch.ids[inside], weight[owner][inside]

@@ -26,7 +26,7 @@ from torch import Tensor
 from bwsft.models.backbone import Backbone, Family, check_context
 from bwsft.models.kv_cache import Context, Span
 from bwsft.objectives.base import Draw, Objective, Place
-from bwsft.training.block_causal import OnePass, block_size_at, one_pass
+from bwsft.training.block_causal import OnePass, block_size_at, clean_responses, one_pass
 
 if TYPE_CHECKING:
     from bwsft.config import Config
@@ -176,10 +176,13 @@ class BlockCausal(ContextMode):
     context_grad: bool = True  # gradients go through what the copies see of the clean rows
     size_at: Callable[[int], int] | None = None  # update -> tokens in a block; None: the grid's
     shift: int = 0  # of the family's logits
+    causal: bool = False  # a clean token sees no later one
+    ar_weight: float = 0.0  # of the loss of clean tokens, each predicted by the one before
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
         mode = self if self.size_at is None else self.in_blocks_of(self.size_at(place.step))
         draw = mode.laid_out(batch, list(mode.objective.draws(batch, place, mode.predict)))
+        draw = mode.with_clean_rows(batch, draw) if mode.ar_weight else draw
         context = mode.live(draw) if mode.context_grad else mode.clean_pass(batch, draw.noisy)
         yield Loss(mode.loss_of(draw, context), draw.num_rows, draw.region)
 
@@ -201,7 +204,7 @@ class BlockCausal(ContextMode):
     def laid_out(self, clean: Batch, draws: list[Draw]) -> Draw:
         """The draws as one, over clean rows and noisy copies, on the device."""
         noisy = torch.stack([draw.noisy.ids for draw in draws])
-        one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift)
+        one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift, self.causal)
         parts = []  # of each draw without the list's tail
         for draw, row in zip(draws, one.row_of, strict=True):
             n = int(draw.num_rows)
@@ -209,6 +212,18 @@ class BlockCausal(ContextMode):
         rows, target, weight = (torch.cat(part) for part in zip(*parts, strict=True))
         num_rows, region = (sum(getattr(d, k) for d in draws) for k in ("num_rows", "region"))
         return Draw(one, rows, target, weight, num_rows, region).to(self.device)
+
+    def with_clean_rows(self, batch: Batch, draw: Draw) -> Draw:
+        """The draw with the responses' clean tokens supervised too."""
+        rows, target, weight = (x.to(self.device) for x in clean_responses(batch, draw.noisy))
+        return dataclasses.replace(
+            draw,
+            rows=torch.cat([draw.rows, rows]),
+            target=torch.cat([draw.target, target]),
+            weight=torch.cat([draw.weight, self.ar_weight * weight.to(draw.weight.dtype)]),
+            num_rows=draw.num_rows + len(rows),
+            region=draw.region + len(rows),
+        )
 
     def live(self, draw: Draw) -> Context | None:
         """The copies as the tokens that come out of the last layer, which gives of the clean rows
@@ -237,6 +252,12 @@ def check_trainable(family: Family, config: Config) -> None:
             "--block-size-schedule leads a bidirectional model to blocks: leave it out, this one "
             "attends from block to block already"
         )
+    causal = config.clean_attention == "causal"
+    if causal and (family.attention == "block_causal" or not family.logit_shift):
+        raise ValueError(
+            "--clean-attention causal is for a bidirectional model that predicts the next token "
+            "(Dream, or a decoder with --logit-shift 1): leave it out"
+        )
     frozen = config.context == "block_causal" and not config.objective.context_grad
     if frozen and family.logit_shift:
         raise ValueError(
@@ -262,7 +283,9 @@ def make_mode(
     if config.context == "block_causal":
         blocks, grad = family.attention == "block_causal", config.objective.context_grad
         size_at = functools.partial(block_size_at, config) if config.block_size_schedule else None
-        return BlockCausal(*common, blocks, grad, size_at, family.logit_shift)
+        causal = config.clean_attention == "causal"
+        clean = (family.logit_shift, causal, config.ar_weight)
+        return BlockCausal(*common, blocks, grad, size_at, *clean)
     if config.context == "cached":
         return Cached(*common, mask_id=family.mask_id)
     if not config.objective.context_grad:

@@ -130,6 +130,8 @@ class BlockwiseTrainer(Trainer):
         self.backbone, words = open_model(model, args, config, processing_class, peft_config)
         self.backbone.head()  # ValueError if an adapter wraps it
         check_trainable(self.backbone.family, config)
+        clean = {"clean_attention": config.clean_attention}
+        self.backbone.family = dataclasses.replace(self.backbone.family, **clean)
         prompts = args.sample_prompts if isinstance(args, BlockwiseConfig) else None
         if is_raw(train_dataset) or is_raw(eval_dataset) or prompts:
             words = tokenizer_of(self.backbone, words)

@@ -144,7 +144,8 @@ def setup(
     template = Template(tokenizer, config.dataset.template, config.dataset.template_args)
     plan = plan_model(config, tokenizer, folder)
     end_ids = merged_end_ids(template.end_ids, plan.family.end_ids)
-    family = dataclasses.replace(plan.family, end_ids=end_ids)
+    clean = config.clean_attention
+    family = dataclasses.replace(plan.family, end_ids=end_ids, clean_attention=clean)
     check_trainable(family, config)
     with world.main_first():
         config = follow_data(config, tokenizer, family)

@@ -17,19 +17,18 @@ from bwsft.training.block_causal import clean_numbers
 
 PROMPTS = [[7, 9, 11, 4, 30], [12], [5, 6, 7, 8, 40, 41, 42, 43], [9, 33, 20]]
 RULES = {"quota": {"steps": 8}, "threshold": {"rule": "threshold", "threshold": 0.08}}
-# Layout, logit shift, whether the grid starts at the prompt's first token, which it then cuts too.
+CUT = {"block_origin": "absolute", "attention": "block_causal"}  # the grid cuts the prompt too
 MODELS = {
-    "qwen2": ("qwen2", 0, False), "shifted": ("qwen2", 1, False), "dream": ("dream", 1, False),
-    "sdar": ("sdar", 0, True), "shifted grid": ("qwen2", 1, True), "bert": ("bert", 0, False),
+    "qwen2": ("qwen2", 0, {}), "shifted": ("qwen2", 1, {}), "dream": ("dream", 1, {}),
+    "sdar": ("sdar", 0, CUT), "shifted grid": ("qwen2", 1, CUT), "bert": ("bert", 0, {}),
+    "causal": ("qwen2", 1, {"clean_attention": "causal"}),
 }  # fmt: skip
 
 
 def model_of(name):
-    kind, shift, cut = MODELS[name]
+    kind, shift, changes = MODELS[name]
     net = tiny_hf.backbone(kind, shift)
-    if cut:
-        grid = {"block_origin": "absolute", "attention": "block_causal"}
-        net.family = dataclasses.replace(net.family, **grid)
+    net.family = dataclasses.replace(net.family, **changes)
     return net, tiny_hf.plain(kind)
 
 
@@ -46,6 +45,9 @@ def assert_plain(slow, family, prompt, canvas, result, config):
         stop = int((numbers <= active).sum())
         assert (ids[:stop][numbers[:stop] < active] != family.mask_id).all()
         mask = block_causal_mask(numbers[None, :stop])
+        if family.clean_attention == "causal":
+            clean = numbers[:stop] < active
+            mask[..., clean, :] = mask[..., clean, :] & (torch.arange(stop) <= clean.nonzero())
         options = {"attention_mask": mask, "position_ids": torch.arange(stop)[None]}
         p = slow(input_ids=ids[None, :stop], **options).logits[0].softmax(-1)
         for _, position, token, confidence in commits:
@@ -69,7 +71,7 @@ def test_a_step_is_one_forward_and_that_of_a_plain_model(name, rule):
         assert_plain(slow, net.family, prompt, [None] * 16, result, config)
 
 
-@pytest.mark.parametrize("name", ["shifted", "shifted grid"])
+@pytest.mark.parametrize("name", ["shifted", "shifted grid", "causal"])
 def test_given_tokens_may_fill_a_block_before_the_next_one(name):
     """Two finished blocks are stored at once, and the last token of the second predicts."""
     net, slow = model_of(name)

@@ -490,3 +490,22 @@ def test_export_and_reload(name, way, config_of, folders, tmp_path, capsys):
     again = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
     assert again == losses and len(losses) == 3
     assert tokens_of(load_trained(str(run)), mode) == tokens_of(newest, mode)
+
+
+def test_causal_clean_rows_are_decoded_so(config_of, tmp_path):
+    """What the training says of them is in its checkpoint and in the exported folder."""
+    options = {"clean_attention": "causal", "ar_weight": 0.5, "steps": 1}
+    config = config_of("qwen2", "block_causal", **options)
+    train(config)
+    run_export(ExportOptions(model=config.out, out=tmp_path / "out"))
+    found = [load_trained(str(folder)) for folder in (config.out, tmp_path / "out")]
+    assert [trained.backbone.family.clean_attention for trained in found] == ["causal"] * 2
+    causal = tokens_of(found[0], "block_causal")
+    assert causal == tokens_of(found[1], "block_causal")
+    family = dataclasses.replace(found[1].backbone.family, clean_attention="block")
+    found[1].backbone.family = family
+    assert causal != tokens_of(found[1], "block_causal")
+    for name in ("qwen3", "sdar"):
+        config = config_of(name, "block_causal", **options)
+        with pytest.raises(ValueError, match="a bidirectional model that predicts the next token"):
+            setup(config, c.run_folder(config), None)

@@ -16,6 +16,14 @@ from bwsft.training.block_causal import clean_numbers
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
+def mask_of(numbers, active, causal):
+    """What a plain forward over clean blocks and, from `active` on, a noisy one may see."""
+    mask = block_causal_mask(numbers[None])
+    if causal:
+        mask[..., :active, :] = mask[..., :active, :].tril()
+    return mask
+
+
 def plain_loss(model, mode, some):
     total, seen = 0.0, []
     for draw in mode.objective.draws(some, PLACE, None):
@@ -26,7 +34,7 @@ def plain_loss(model, mode, some):
             for start, stop in mode.grid.blocks(prompt, response):
                 clean = some.ids[edge : edge + stop]
                 row = torch.cat([clean[:start], draw.noisy.ids[edge + start : edge + stop]])
-                mask = block_causal_mask(numbers[None, :stop])
+                mask = mask_of(numbers[:stop], start, mode.causal)
                 logits = model(input_ids=row[None], attention_mask=mask).logits[0]
                 each = F.cross_entropy(logits[start - 1 : -1], clean[start:], reduction="none")
                 weight = weights[edge + start : edge + stop]
@@ -52,3 +60,32 @@ def test_a_block_is_predicted_from_the_token_before_it(name, grid, copies):
     loss.total.backward()
     expected.backward()
     tiny_hf.assert_same_gradients(net.model, slow, **CLOSE)
+
+
+def plain_ar_loss(model, some):
+    """Mean cross-entropy of each response under causal attention, as transformers has it."""
+    total = 0.0
+    shapes = zip(some.prompt_lengths.tolist(), some.response_lengths.tolist(), strict=True)
+    for edge, (prompt, response) in zip(some.cu_seqlens.tolist(), shapes, strict=False):
+        row = some.ids[edge : edge + prompt + response]
+        logits = model(input_ids=row[None]).logits[0]
+        each = F.cross_entropy(logits[prompt - 1 : -1], row[prompt:], reduction="sum")
+        total = total + each * float(1 / torch.tensor(response).float())  # weights are float32
+    return total
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25])
+def test_causal_clean_rows_and_their_own_loss(weight):
+    some = batch(((5, 9), (3, 12), (6, 2), (8, 7)), canvas="response")
+    net, slow = tiny_hf.backbone("qwen2", shift=1), tiny_hf.plain("qwen2")
+    mode = mode_of("block_causal", net, mask_id=net.family.mask_id, draws=2, pairs=True)
+    mode = dataclasses.replace(mode, shift=1, causal=True, ar_weight=weight)
+    (loss,) = mode.losses(some, PLACE)
+    expected = plain_loss(slow, mode, some) + weight * plain_ar_loss(slow, some)
+    torch.testing.assert_close(loss.total.double(), expected, **CLOSE)
+    loss.total.backward()
+    expected.backward()
+    tiny_hf.assert_same_gradients(net.model, slow, **CLOSE)
+    clean = int(some.response_lengths.sum()) if weight else 0
+    (plain,) = dataclasses.replace(mode, ar_weight=0.0).losses(some, PLACE)
+    assert int(loss.rows) == int(plain.rows) + clean
