@@ -36,7 +36,7 @@ def _loss_flops(
     x: torch.Size, weight: torch.Size, bias: object, target: torch.Size, *rest: object,
     out_shape: tuple, **_: object,
 ) -> int:
-    """Of linear_cross_entropy, from shapes: logits, and the gradient of x where forward makes it."""
+    """Of linear_cross_entropy, from shapes: logits, and x's gradient where forward makes it."""
     num_rows = rest[-5]
     rows = out_shape[3][0] or (target[0] if num_rows is None else num_rows)
     made = out_shape[2].numel() > 0

@@ -4,6 +4,7 @@ replay too.
 """
 
 import contextlib
+import itertools
 
 import fused_loss_bugs
 import pytest
@@ -192,3 +193,14 @@ def test_fp16_weight_gradient_of_many_equal_rows_stays_finite():
     (expected,) = torch.autograd.grad(truth, [wide])
     assert grad.isfinite().all()
     torch.testing.assert_close(grad.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_and_huge_logits_give_the_loss_of_torch(dtype):
+    """A diverged model must not look like one whose loss is 0."""
+    x = torch.ones(1, 1, dtype=dtype)
+    for values in itertools.product([0.0, 1e30, -1e30, torch.inf, torch.nan], repeat=3):
+        weight = torch.tensor(values, dtype=dtype)[:, None]
+        for target in (torch.tensor([0]), torch.tensor([2])):
+            expected = F.cross_entropy(F.linear(x, weight).float(), target)
+            torch.testing.assert_close(loss_of(x, weight, target), expected, equal_nan=True)

@@ -96,9 +96,10 @@ def _become_gradient_(
     values[rows, target] = NEVER
     top = values.amax(1)
     torch.softmax(values, 1, out=values)
-    gap = top - values.amax(1).log() - picked
-    # Infinite logits aren't a loss of 0: inf - inf is NaN.
-    loss = torch.logaddexp(gap, torch.zeros_like(gap)) + (picked - picked)
+    gap = (top - picked) - values.amax(1).log()  # a difference first: logits may be large
+    loss = torch.logaddexp(gap, torch.zeros_like(gap))
+    # An infinite logit isn't a loss of 0: inf - inf is NaN, as torch's own loss.
+    loss = torch.where(picked == torch.inf, torch.nan, loss)
     scale = weight * gap.sigmoid()
     if not (smooth or softcap is not None or expand):
         values[rows, target] = -1
