@@ -15,6 +15,7 @@ from torch import Tensor
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BWD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+MOST_ROWS = 256  # of own blocks in one call: its gradients are apart until they are added up
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class _Part:
     first: bool = False  # no other part has written to its rows yet
 
     def continues(self, other: "_Part") -> bool:
-        """Whether the other is the next slice."""
-        return (other.rows, other.keys, other.causal) == (self.rows, self.keys, self.causal) and (
+        """Whether the other is the next slice, and one call may have both."""
+        few = self.rows * (self.count + 1) <= MOST_ROWS
+        return few and (other.rows, other.keys, other.causal) == (self.rows, self.keys, self.causal) and (
             (other.row, other.key) == (self.row + self.rows * self.count,
                                        self.key + self.keys * self.count))
 
@@ -112,6 +114,7 @@ def range_attention_bwd(
             heads.of(q_grad).add_(heads.unfold(grads[0]))
             part.seen(k_grad).add_(grads[1])
             part.seen(v_grad).add_(grads[2])
+            del grads  # before the next call makes its own
     return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype)
 
 
