@@ -16,7 +16,7 @@ from ._range_attention_fwd_triton import (
     interval,
     load_range,
     load_rows,
-    rows_of_tile,
+    start_of_tile,
     store_rows,
 )
 from ._range_plan import TILE
@@ -35,13 +35,17 @@ def _range_attention_dq_kernel(
 ):
     part = parts - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    rows, inside = rows_of_tile(tiles_ptr, part, TILE, BLOCK_M)
-    if tl.max(inside.to(tl.int32), axis=0) > 0:
-        grad = load_rows(grad_ptr + head * stride_gh, rows, inside, stride_g, E, BLOCK_E, EVEN_E)
-        out = load_rows(out_ptr + head * E, rows, inside, H * E, E, BLOCK_E, EVEN_E)
+    begin, end = start_of_tile(tiles_ptr, part, TILE, BLOCK_M)
+    if begin < end:
+        rows = begin + tl.arange(0, BLOCK_M)
+        inside = rows < end
+        grad = load_rows(
+            grad_ptr + head * stride_gh, begin, end, stride_g, E, BLOCK_M, BLOCK_E, EVEN_E)
+        out = load_rows(out_ptr + head * E, begin, end, H * E, E, BLOCK_M, BLOCK_E, EVEN_E)
         delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
         tl.store(delta_ptr + head * T + rows, delta, mask=inside)
-        q = load_rows(q_ptr + head * stride_qh, rows, inside, stride_q, E, BLOCK_E, EVEN_E)
+        q = load_rows(
+            q_ptr + head * stride_qh, begin, end, stride_q, E, BLOCK_M, BLOCK_E, EVEN_E)
         lse = tl.load(lse_ptr + head * T + rows, mask=inside, other=0.0) * LOG2_E
         k_ptr += head // GROUP * stride_kh
         v_ptr += head // GROUP * stride_vh
@@ -51,8 +55,8 @@ def _range_attention_dq_kernel(
             low, high = interval(first, stop)
             for start in range(low, high, BLOCK_N):
                 keys = start + tl.arange(0, BLOCK_N)
-                k = load_rows(k_ptr, keys, keys < high, stride_k, E, BLOCK_E, EVEN_E)
-                v = load_rows(v_ptr, keys, keys < high, stride_v, E, BLOCK_E, EVEN_E)
+                k = load_rows(k_ptr, start, high, stride_k, E, BLOCK_N, BLOCK_E, EVEN_E)
+                v = load_rows(v_ptr, start, high, stride_v, E, BLOCK_N, BLOCK_E, EVEN_E)
                 score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
                 seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < stop[:, None])
                 weight = tl.where(seen, tl.exp2(score - lse[:, None]), 0.0)
@@ -60,7 +64,7 @@ def _range_attention_dq_kernel(
                 score_grad = (weight * (pull - delta[:, None])).to(k.dtype)
                 total = tl.dot(score_grad, k, total, input_precision="ieee")
         q_grad = down_cast(total * scale, q_grad_ptr.dtype.element_ty)
-        store_rows(q_grad_ptr + head * E, q_grad, rows, inside, H * E, E, BLOCK_E)
+        store_rows(q_grad_ptr + head * E, q_grad, begin, end, H * E, E, BLOCK_M, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -74,10 +78,14 @@ def _range_attention_dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):
     key_head = tl.program_id(1).to(tl.int64)
-    keys, inside = rows_of_tile(tiles_ptr, tl.program_id(0), TILE, BLOCK_N)
-    if tl.max(inside.to(tl.int32), axis=0) > 0:
-        k = load_rows(k_ptr + key_head * stride_kh, keys, inside, stride_k, E, BLOCK_E, EVEN_E)
-        v = load_rows(v_ptr + key_head * stride_vh, keys, inside, stride_v, E, BLOCK_E, EVEN_E)
+    begin, end = start_of_tile(tiles_ptr, tl.program_id(0), TILE, BLOCK_N)
+    if begin < end:
+        keys = begin + tl.arange(0, BLOCK_N)
+        inside = keys < end
+        k = load_rows(
+            k_ptr + key_head * stride_kh, begin, end, stride_k, E, BLOCK_N, BLOCK_E, EVEN_E)
+        v = load_rows(
+            v_ptr + key_head * stride_vh, begin, end, stride_v, E, BLOCK_N, BLOCK_E, EVEN_E)
         k_total = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
         v_total = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
         for turn in range(2 * GROUP):  # each of the two ranges for each head of the group
@@ -87,9 +95,10 @@ def _range_attention_dkv_kernel(
             for start in range(low, high, BLOCK_M):
                 rows = start + tl.arange(0, BLOCK_M)
                 there = rows < high
-                q = load_rows(q_ptr + head * stride_qh, rows, there, stride_q, E, BLOCK_E, EVEN_E)
+                q = load_rows(
+                    q_ptr + head * stride_qh, start, high, stride_q, E, BLOCK_M, BLOCK_E, EVEN_E)
                 grad = load_rows(
-                    grad_ptr + head * stride_gh, rows, there, stride_g, E, BLOCK_E, EVEN_E)
+                    grad_ptr + head * stride_gh, start, high, stride_g, E, BLOCK_M, BLOCK_E, EVEN_E)
                 lse = tl.load(lse_ptr + head * T + rows, mask=there, other=0.0) * LOG2_E
                 delta = tl.load(delta_ptr + head * T + rows, mask=there, other=0.0)
                 score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale2  # [keys, rows]
@@ -101,8 +110,8 @@ def _range_attention_dkv_kernel(
                 k_total = tl.dot(score_grad, q, k_total, input_precision="ieee")
         dtype: tl.constexpr = k_grad_ptr.dtype.element_ty
         k_grad, v_grad = down_cast(k_total * scale, dtype), down_cast(v_total, dtype)
-        store_rows(k_grad_ptr + key_head * E, k_grad, keys, inside, K * E, E, BLOCK_E)
-        store_rows(v_grad_ptr + key_head * E, v_grad, keys, inside, K * E, E, BLOCK_E)
+        store_rows(k_grad_ptr + key_head * E, k_grad, begin, end, K * E, E, BLOCK_N, BLOCK_E)
+        store_rows(v_grad_ptr + key_head * E, v_grad, begin, end, K * E, E, BLOCK_N, BLOCK_E)
 
 
 def range_attention_bwd(

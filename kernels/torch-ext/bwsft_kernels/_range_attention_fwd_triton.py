@@ -20,11 +20,10 @@ NOWHERE = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def rows_of_tile(tiles_ptr, part, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """(rows [BLOCK], which of them exist) of part number `part` of the plan's tiles."""
+def start_of_tile(tiles_ptr, part, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """(first row, one past the last row) of part number `part` of the plan's tiles."""
     tile = tiles_ptr + 2 * (part // (TILE // BLOCK))
-    rows = tl.load(tile) + part % (TILE // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    return rows, rows < tl.load(tile + 1)
+    return tl.load(tile) + part % (TILE // BLOCK) * BLOCK, tl.load(tile + 1)
 
 
 @triton.jit
@@ -43,20 +42,32 @@ def interval(first, stop):
 
 
 @triton.jit
-def load_rows(x_ptr, rows, inside, stride, E, BLOCK_E: tl.constexpr, EVEN_E: tl.constexpr):
-    """x [rows, BLOCK_E], zeros where a row doesn't exist and beyond E."""
-    e = tl.arange(0, BLOCK_E)
-    at = x_ptr + rows.to(tl.int64)[:, None] * stride + e[None, :]
-    if EVEN_E:
-        return tl.load(at, mask=inside[:, None], other=0.0)
-    return tl.load(at, mask=inside[:, None] & (e < E)[None, :], other=0.0)
+def load_rows(
+    x_ptr, start, stop, stride, E,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EVEN_E: tl.constexpr, WHOLE: tl.constexpr = False,
+):
+    """x [BLOCK, BLOCK_E] from row `start` on, zeros from row `stop` on (WHOLE: it isn't in the
+    tile) and beyond E."""
+    # 64 bits for the tile's start alone: addresses of 64 bits for all entries would spill.
+    row, e = tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
+    at = x_ptr + start.to(tl.int64) * stride + (row[:, None] * stride + e[None, :])
+    if WHOLE and EVEN_E:
+        return tl.load(at)
+    elif WHOLE:
+        return tl.load(at, mask=(e < E)[None, :], other=0.0)
+    elif EVEN_E:
+        return tl.load(at, mask=(row < stop - start)[:, None], other=0.0)
+    else:
+        return tl.load(at, mask=(row < stop - start)[:, None] & (e < E)[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(x_ptr, x, rows, inside, stride, E, BLOCK_E: tl.constexpr):
-    e = tl.arange(0, BLOCK_E)
-    at = x_ptr + rows.to(tl.int64)[:, None] * stride + e[None, :]
-    tl.store(at, x, mask=inside[:, None] & (e < E)[None, :])
+def store_rows(
+    x_ptr, x, start, stop, stride, E, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):
+    row, e = tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
+    at = x_ptr + start.to(tl.int64) * stride + (row[:, None] * stride + e[None, :])
+    tl.store(at, x, mask=(row < stop - start)[:, None] & (e < E)[None, :])
 
 
 @triton.jit
@@ -67,8 +78,7 @@ def _fold(
     """Take the keys [low, high) into the running (sum of values, largest score, norm)."""
     for start in range(low, high, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        inside = keys < high
-        k = load_rows(k_ptr, keys, inside, stride_k, E, BLOCK_E, EVEN_E)
+        k = load_rows(k_ptr, start, high, stride_k, E, BLOCK_N, BLOCK_E, EVEN_E, not MASKED)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
         if MASKED:
             seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < stop[:, None])
@@ -79,7 +89,7 @@ def _fold(
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(top - base)
         norm = norm * shrink + tl.sum(weight, axis=1)
-        v = load_rows(v_ptr, keys, inside, stride_v, E, BLOCK_E, EVEN_E)
+        v = load_rows(v_ptr, start, high, stride_v, E, BLOCK_N, BLOCK_E, EVEN_E, not MASKED)
         total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision="ieee")
         top = new_top
     return total, top, norm
@@ -97,9 +107,12 @@ def _range_attention_fwd_kernel(
     # Of each sequence the last rows see most: they start first.
     part = parts - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    rows, inside = rows_of_tile(tiles_ptr, part, TILE, BLOCK_M)
-    if tl.max(inside.to(tl.int32), axis=0) > 0:
-        q = load_rows(q_ptr + head * stride_qh, rows, inside, stride_q, E, BLOCK_E, EVEN_E)
+    begin, end = start_of_tile(tiles_ptr, part, TILE, BLOCK_M)
+    if begin < end:
+        rows = begin + tl.arange(0, BLOCK_M)
+        inside = rows < end
+        q = load_rows(
+            q_ptr + head * stride_qh, begin, end, stride_q, E, BLOCK_M, BLOCK_E, EVEN_E)
         k_ptr += head // GROUP * stride_kh
         v_ptr += head // GROUP * stride_vh
         total = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
@@ -126,7 +139,7 @@ def _range_attention_fwd_kernel(
         tl.store(lse_ptr + head * T + rows, lse, mask=inside)
         total = total / tl.where(some, norm, 1.0)[:, None]
         out = down_cast(total, out_ptr.dtype.element_ty)
-        store_rows(out_ptr + head * E, out, rows, inside, H * E, E, BLOCK_E)
+        store_rows(out_ptr + head * E, out, begin, end, H * E, E, BLOCK_M, BLOCK_E)
 
 
 def range_attention_fwd(
