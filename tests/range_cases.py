@@ -88,8 +88,9 @@ def check_against_dense(plan, case, impl):
     eps = torch.finfo(case[0].dtype).eps
     for name, one, other, true in zip(("out", "q", "k", "v"), found, plain, truth, strict=True):
         error, allowed = ((x.double() - true).norm() for x in (one, other))
-        # One rounding more, for where dense attention has none: one key, a gradient of zero.
-        assert error <= 2 * allowed + eps * true.norm() + eps * len(true) ** 0.5, name
+        # Where a row sees one key dense attention has no error at all, and no gradient of scores.
+        luck = eps * true.norm() / 4 if name in ("out", "v") else eps * true.numel() ** 0.5
+        assert error <= 2 * allowed + luck, name
 
 
 def example(**changes):

@@ -10,17 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device_triton import close, down_cast, on_device
+from ._device_triton import down_cast, on_device
 from ._range_attention_fwd_triton import (
     LOG2_E,
     interval,
     load_range,
     load_rows,
+    near,
     start_of_tile,
     store_rows,
 )
 from ._range_plan import TILE
-from ._range_tiles import head_width, range_tile
+from ._range_tiles import RangeTile, head_width, range_tile
 
 
 @triton.jit(do_not_specialize=["T", "parts"])
@@ -121,30 +122,52 @@ def range_attention_bwd(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    grad, q, k, v = (close(x) for x in (grad, q, k, v))
-    q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
-        return q_grad.zero_(), k_grad.zero_(), v_grad.zero_()
-    (rows, heads, width), (count, key_heads, _) = q.shape, k.shape
-    block_e = head_width(width)
-    strides = [s for x in (grad, q, k, v) for s in x.stride()[:2]]
-    delta = torch.empty_like(lse)
-    scales = scale, scale * LOG2_E.value
-    options = dict(GROUP=heads // key_heads, TILE=TILE, EVEN_E=block_e == width, BLOCK_E=block_e,
-                   enable_fp_fusion=True)
+        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    grad, q, k, v = (near(x) for x in (grad, q, k, v))
+    q_grad, delta = query_gradient(grad, q, k, v, out, lse, *queries, scale)
+    return q_grad, *key_gradients(grad, q, k, v, lse, delta, *keys, scale)
+
+
+def query_gradient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    ranges: Tensor, tiles: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of q, and of each row the product of its output with its gradient [H, T]."""
+    q_grad, delta, (rows, heads, width) = q.new_empty(q.shape), torch.empty_like(lse), q.shape
     tile = range_tile("dq", q)
-    parts = len(queries[1]) * (TILE // tile.rows)
+    parts = len(tiles) * (TILE // tile.rows)
     with on_device(q):
         _range_attention_dq_kernel[(parts, heads)](
-            grad, q, k, v, out, lse, q_grad, delta, *queries, rows, heads, width, *scales, parts,
-            *strides, BLOCK_M=tile.rows, BLOCK_N=tile.cols, num_warps=tile.warps,
-            num_stages=tile.stages, **options,
+            grad, q, k, v, out, lse, q_grad, delta, ranges, tiles,
+            rows, heads, width, scale, scale * LOG2_E.value, parts, *_strides(grad, q, k, v),
+            BLOCK_M=tile.rows, BLOCK_N=tile.cols, **_options(tile, heads // k.size(1), width),
         )
-        tile = range_tile("dkv", q)
-        parts = len(keys[1]) * (TILE // tile.rows)
-        _range_attention_dkv_kernel[(parts, key_heads)](
-            grad, q, k, v, lse, delta, k_grad, v_grad, *keys, rows, count, key_heads, width,
-            *scales, *strides, BLOCK_M=tile.cols, BLOCK_N=tile.rows, num_warps=tile.warps,
-            num_stages=tile.stages, **options,
+    return q_grad, delta
+
+
+def key_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    ranges: Tensor, tiles: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v."""
+    k_grad, v_grad, (keys, heads, width) = k.new_empty(k.shape), v.new_empty(v.shape), k.shape
+    tile = range_tile("dkv", q)
+    parts = len(tiles) * (TILE // tile.rows)
+    with on_device(q):
+        _range_attention_dkv_kernel[(parts, heads)](
+            grad, q, k, v, lse, delta, k_grad, v_grad, ranges, tiles,
+            len(q), keys, heads, width, scale, scale * LOG2_E.value, *_strides(grad, q, k, v),
+            BLOCK_M=tile.cols, BLOCK_N=tile.rows, **_options(tile, q.size(1) // heads, width),
         )
-    return q_grad, k_grad, v_grad
+    return k_grad, v_grad
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _options(tile: RangeTile, group: int, width: int) -> dict[str, object]:
+    block_e = head_width(width)
+    return dict(GROUP=group, TILE=TILE, EVEN_E=block_e == width, BLOCK_E=block_e,
+                num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)

@@ -19,6 +19,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 NOWHERE = tl.constexpr(1 << 30)
 
 
+def near(x: Tensor) -> Tensor:
+    """The same values with neighboring entries, and rows of a tile at distances of 32 bits."""
+    x = close(x)
+    return x if TILE * x.stride(0) < 1 << 31 else x.contiguous()
+
+
 @triton.jit
 def start_of_tile(tiles_ptr, part, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """(first row, one past the last row) of part number `part` of the plan's tiles."""
@@ -50,7 +56,7 @@ def load_rows(
     tile) and beyond E."""
     # 64 bits for the tile's start alone: addresses of 64 bits for all entries would spill.
     row, e = tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
-    at = x_ptr + start.to(tl.int64) * stride + (row[:, None] * stride + e[None, :])
+    at = x_ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + e[None, :])
     if WHOLE and EVEN_E:
         return tl.load(at)
     elif WHOLE:
@@ -66,7 +72,7 @@ def store_rows(
     x_ptr, x, start, stop, stride, E, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):
     row, e = tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
-    at = x_ptr + start.to(tl.int64) * stride + (row[:, None] * stride + e[None, :])
+    at = x_ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + e[None, :])
     tl.store(at, x, mask=(row < stop - start)[:, None] & (e < E)[None, :])
 
 
@@ -148,7 +154,7 @@ def range_attention_fwd(
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # [T, H, E], log-sum-exp [H, T]
     rows, heads, width = q.shape
-    q, k, v = close(q), close(k), close(v)
+    q, k, v = near(q), near(k), near(v)
     out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
