@@ -88,8 +88,12 @@ def check_against_dense(plan, case, impl):
     eps = torch.finfo(case[0].dtype).eps
     for name, one, other, true in zip(("out", "q", "k", "v"), found, plain, truth, strict=True):
         error, allowed = ((x.double() - true).norm() for x in (one, other))
-        # Where a row sees one key dense attention has no error at all, and no gradient of scores.
-        luck = eps * true.norm() / 4 if name in ("out", "v") else eps * true.numel() ** 0.5
+        # Where a row sees one key dense attention has no error at all, and no gradient of scores;
+        # and the fewer the numbers, the more two norms of rounding differ by chance.
+        count = true.numel() ** 0.5
+        luck = 4 * torch.finfo(torch.float32).eps * count
+        if name in ("out", "v"):
+            luck = eps * true.norm() * (1 / 4 + 2 / max(count, 1))
         assert error <= 2 * allowed + luck, name
 
 
