@@ -24,7 +24,8 @@ def test_pairs_by_hand():
     """P + R = 128 + 128 in blocks of 32: P^2 + 2 sum b (P + b i), i = 1..4; rows fill 3 blocks."""
     layout = roofline.Layout((128,), (128,), 1)
     plan = layout.plan()
-    assert roofline.allowed_pairs(plan) == 128**2 + 2 * sum(32 * (128 + 32 * i) for i in (1, 2, 3, 4))
+    blocks = sum(32 * (128 + 32 * i) for i in (1, 2, 3, 4))
+    assert roofline.allowed_pairs(plan) == 128**2 + 2 * blocks
     assert layout.dense == 384**2
     # Blocks of 128: the prompt sees itself, the response 256, its copy 256 and its own block.
     assert roofline.flex_pairs(plan) == (1 + 2 + 2 + 1) * 128**2

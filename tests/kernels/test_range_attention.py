@@ -47,7 +47,9 @@ def test_the_order_of_rows_by_hand():
        dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
        heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]))
 def test_values_and_gradients(layout, seed, width, dtype, heads):
-    plan, _ = range_plan(**layout)
+    plan, rows = range_plan(**layout)
+    if len(rows.position) * width < 64:  # too few to compare two norms of rounding
+        dtype = torch.float64
     cases.check_against_dense(plan, cases.tensors(plan, dtype, heads, width, seed), "torch")
 
 

@@ -33,9 +33,9 @@ class _Part:
     def continues(self, other: "_Part") -> bool:
         """Whether the other is the next slice, and one call may have both."""
         few = self.rows * (self.count + 1) <= MOST_ROWS
-        return few and (other.rows, other.keys, other.causal) == (self.rows, self.keys, self.causal) and (
-            (other.row, other.key) == (self.row + self.rows * self.count,
-                                       self.key + self.keys * self.count))
+        return few and other == replace(
+            self, count=1, row=self.row + self.rows * self.count,
+            key=self.key + self.keys * self.count)
 
     def seen(self, x: Tensor) -> Tensor:
         """Its keys of [N, K, E] as [count, K, keys, E]."""

@@ -162,7 +162,8 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
         importlib.import_module(f"bwsft_kernels._{name}_triton")
         for name in (
             "block_mask", "cross_entropy", "linear_argmax", "linear_cross_entropy_bwd",
-            "linear_cross_entropy_fwd", "range_attention_bwd", "range_attention_fwd", "rms_norm", "rotary", "select_rows", "swiglu",
+            "linear_cross_entropy_fwd", "range_attention_bwd", "range_attention_fwd", "rms_norm",
+            "rotary", "select_rows", "swiglu",
         )
     ]
     guarded, launched = [], []

@@ -6,7 +6,7 @@ import torch
 from bwsft_kernels import _range_tiles, cache_plan, range_attention, range_plan
 from bwsft_kernels._range_plan import TILE
 from bwsft_kernels._range_tiles import RangeTile
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from kernel_cases import past_2_31
 
@@ -26,7 +26,8 @@ def small_tiles(monkeypatch):
        dtype=st.sampled_from([torch.float32, torch.float16]),
        heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 2)]))
 def test_values_and_gradients(layout, seed, width, dtype, heads):
-    plan, _ = range_plan(**layout)
+    plan, rows = range_plan(**layout)
+    assume(len(rows.position) * width >= 64)  # or there are too few to compare norms of rounding
     cases.check_against_dense(plan, cases.tensors(plan, dtype, heads, width, seed), "triton")
 
 
