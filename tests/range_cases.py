@@ -45,7 +45,7 @@ def visible(rows, prompt_lengths, block_size, origin, clean, prompt_blocks, **_)
 
 def mask_of(ranges, count):
     """Boolean [rows, count] of two ranges each; they must not overlap."""
-    place = torch.arange(count)
+    place = torch.arange(count, device=ranges.device)
     first, second = (
         (place >= start[:, None]) & (place < stop[:, None]) for start, stop in ranges.split(2))
     assert not (first & second).any()

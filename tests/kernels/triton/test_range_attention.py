@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kernel_cases import past_2_31
 
 # Weights of keys that a row doesn't see are dropped after exp2, which may be infinite.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow", "ignore:invalid value", "ignore:All-NaN")
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,25 @@ def test_other_sequences_are_not_read():
     found = cases.with_gradients(lambda *x: range_attention(*x, plan, impl="triton"), *case)
     for one, other in zip(found, clean, strict=True):
         assert torch.equal(one[~bad], other[~bad]) and one[bad].isnan().all()
+
+
+def test_what_no_row_of_a_tile_sees_is_not_read():
+    """Keys that no query of a tile sees may be NaN, and queries that see no key of a tile."""
+    plan, _ = range_plan(torch.tensor([20]), torch.tensor([30]), 8, copies=2)
+    q, k, v, upstream = cases.tensors(plan, torch.float32, (1, 1))
+    seen = cases.mask_of(plan.query_ranges, len(q))
+    for begin, end in ((32, 50), (50, 82), (82, len(q))):  # of 50 clean and 60 noisy rows
+        own = slice(begin, end)
+        hidden = ~seen[own].any(0)[:, None, None]
+        spoiled = (x.masked_fill(hidden, float("nan")) for x in (k, v))
+        assert range_attention(q, *spoiled, plan, impl="triton")[own].isfinite().all()
+        unseeing = ~seen[:, own].any(1)[:, None, None]
+        spoiled = (x.masked_fill(unseeing, float("nan")) for x in (q, upstream))
+        leaves = [k.clone().requires_grad_(), v.clone().requires_grad_()]
+        one, other = spoiled
+        out = range_attention(one, *leaves, plan, impl="triton")
+        for grad in torch.autograd.grad(out, leaves, other):
+            assert grad[own].isfinite().all()
 
 
 def test_layouts_of_tensors_and_the_same_bits_again():
