@@ -131,6 +131,7 @@ REFUSED = [
     ("prompt_lengths must be integers", lambda: range_plan(LENGTHS[0].float(), LENGTHS[1], 4)),
     ("one entry for each", lambda: range_plan(torch.tensor([1, 2]), LENGTHS[1], 4)),
     ("a length is negative", lambda: range_plan(-LENGTHS[0], LENGTHS[1], 4)),
+    ("the batch has 11", lambda: range_plan(*LENGTHS, 4, rows=12)),
     ("stops must rise", lambda: cache_plan(torch.tensor([[4, 3]]), 2, 8)),
     ("stops must rise", lambda: cache_plan(torch.tensor([[9]]), 2, 8)),
     ("stops must be integers", lambda: cache_plan(torch.tensor([9]), 2, 8)),

@@ -184,8 +184,11 @@ def _layout(
     first_noisy = grid.start(prompts) if prompt_blocks else prompts
     first_noisy = torch.where(responses > 0, first_noisy, lengths)  # no noisy row where none
     ends = (lengths + copies * (lengths - first_noisy)).cumsum(0)
+    total = ends[-1] if len(ends) else ends.sum()
     if rows is None:
-        rows = int(ends[-1]) if len(ends) else 0
+        rows = int(total)
+    else:
+        require(total == rows, lambda: f"rows is {rows}, but the batch has {int(total)}")
     starts = torch.cat((ends.new_zeros(1), ends))[:-1]
     sequence = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
     return _Layout(grid, copies, undivided, lengths, first_noisy, starts, sequence, rows)
