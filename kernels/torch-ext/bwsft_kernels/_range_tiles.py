@@ -31,7 +31,7 @@ TABLE = {
     # 128 rows read keys and values half as often as 64, where 8 warps share their registers.
     ("fwd", 80, 2): (_T(64, 64, 4, 3), _T(128, 32, 8, 3), _T(64, 32, 8, 2)),
     ("fwd", 90, 2): (_T(128, 64, 4, 3), _T(128, 64, 8, 3), _T(128, 32, 8, 2)),
-    ("fwd", SAFE, 2): (_T(64, 32, 4, 3), _T(64, 32, 4, 2), _T(32, 32, 4, 2)),
+    ("fwd", SAFE, 2): (_T(64, 32, 4, 2), _T(64, 32, 8, 2), _T(32, 32, 4, 2)),
     # A tile of dO beside q, and a second product with each tile of keys.
     ("dq", 80, 2): (_T(64, 64, 4, 2), _T(64, 64, 8, 2), _T(32, 32, 8, 2)),
     ("dq", 90, 2): (_T(64, 64, 4, 2), _T(128, 64, 8, 2), _T(64, 32, 8, 2)),
