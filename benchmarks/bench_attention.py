@@ -135,8 +135,11 @@ def measured(args: Namespace) -> Iterator[output.Point]:
         steps = {name: step_of(attend, inputs) for name, attend in found.items()
                  if callable(attend)}
         harness.time_interleaved(steps, results, args.device, args.rounds, gaps=False)
+        own = sum(x.nbytes for x in inputs)  # the output is as large as its gradient
         for name, step in steps.items():
             harness.memory(step, results[name], args)
+            if (peak := results[name].peak_bytes) is not None:
+                results[name].extra["MiB beyond output and gradients"] = (peak - own) / 2**20
     for name, result in results.items():
         result.flops = 14 * args.heads * args.width * pairs[name]  # 2 products forward, 5 backward
         result.extra = {**result.extra, "pairs over allowed": pairs[name] / allowed_pairs(plan)}

@@ -94,8 +94,8 @@ def test_the_state_of_a_layer():
         assert range_attention(*(x.double() for x in (q, k, v)), plan).dtype == torch.float64
 
 
-def test_an_own_cost():
-    """Memory: one call keeps what the rows are, not their pairs."""
+def test_what_is_kept_for_backward():
+    """Rows and a few integers for each, no pairs."""
     plan = range_plan(torch.tensor([64]), torch.tensor([448]), 32, copies=2)[0]
     q, k, v, upstream = cases.tensors(plan, torch.float32, (1, 1), 8)
     q.requires_grad_()
