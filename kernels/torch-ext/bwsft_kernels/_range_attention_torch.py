@@ -106,7 +106,8 @@ def range_attention_bwd(
     """Gradients of q, k and v, summed over the calls in at least fp32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q_grad, k_grad, v_grad = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-    for part in _parts(query_ranges):
+    # Prefixes grow: from the longest on, each call's gradients fit where the last one's were.
+    for part in reversed(list(_parts(query_ranges))):
         for heads in part.head_groups(q, k):
             grads = _backward(
                 heads.fold(grad), heads.fold(q), part.seen(k), part.seen(v), heads.fold(out),
