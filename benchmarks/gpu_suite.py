@@ -54,6 +54,9 @@ PARTS = [
          ("--batch 2 --hidden 64 --vocab 4096 --rows 32 --rounds 1 --no-memory",)),
     Part("step", "bench_step.py", "--size 8b --quick", 120,
          ("--size 8b --quick --count-only", TINY)),
+    Part("attention", "bench_attention.py", "--quick", 45,
+         ("--count-only", "--heads 2 --key-heads 1 --width 16 --prompt 16 --response 32 --block 8 "
+          "--rounds 1 --no-memory")),
     Part("generate", "bench_generate.py", "--size 8b --quick", 90,
          ("--size 8b --quick --count-only", TINY)),
     Part("tiles", "gates/tile_search.py", "--seconds 50", 70, ("--dry",)),

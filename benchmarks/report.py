@@ -19,6 +19,7 @@ TITLES = {
     "step": "Training step",
     "generate": "Decoding",
     "operators": "Launched operators",
+    "attention": "One-pass attention",
     "gpu_suite": "GPU suite",
 }
 INTRODUCTION = """# Results

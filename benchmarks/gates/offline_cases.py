@@ -12,12 +12,16 @@ from bwsft_kernels import (
     _linear_cross_entropy_bwd_triton,
     _linear_cross_entropy_fwd_triton,
     _philox_triton,
+    _range_attention_bwd_triton,
+    _range_attention_fwd_triton,
+    _range_tiles,
     _rms_norm,
     _rms_norm_triton,
     _rotary_triton,
     _select_rows_triton,
     _swiglu_triton,
     _tuning,
+    range_plan,
 )
 from bwsft_kernels._block_mask_types import MaskInputs, MaskSpec
 from bwsft_kernels._linear_argmax import ArgmaxOptions
@@ -155,6 +159,34 @@ def _heads(dtype, vocabulary: int, full: bool):
         yield "grad_input", variant, partial(_grad_input, dtype, vocabulary=vocabulary)
 
 
+def _range_attention(dtype, width: int, kernel: str):
+    """Grouped heads. Widths of 3/4 of a power of two are masked, which takes registers."""
+    lengths = torch.tensor([LENGTH])
+    plan = range_plan(lengths, lengths, 32, copies=2)[0].to("meta")
+    rows = plan.query_ranges.size(1)
+    q, k = _empty(rows, 8, width, dtype=dtype), _empty(rows, 2, width, dtype=dtype)
+    lse, of = _empty(8, rows), (plan.query_ranges, plan.query_tiles)
+    if kernel == "fwd":
+        _range_attention_fwd_triton.range_attention_fwd(q, k, k, *of, 0.1)
+    elif kernel == "dq":
+        _range_attention_bwd_triton.query_gradient(q, q, k, k, q, lse, *of, 0.1)
+    else:
+        of = plan.key_ranges, plan.key_tiles
+        _range_attention_bwd_triton.key_gradients(q, q, k, k, lse, lse, *of, 0.1)
+
+
+def range_cases(table, dtype, widths=(48, 64, 96, 128, 256)):
+    """range_attention, which has no options, at some widths of heads; in 16 bits."""
+    for kernel in ("fwd", "dq", "dkv"):
+        tiles = _range_tiles.TABLE[kernel, table, dtype.itemsize]
+        for width in widths:
+            tile = next(t for most, t in zip(_range_tiles.WIDTHS, tiles, strict=True)
+                        if width <= most)
+            shape = f"{tile.rows}x{tile.cols}"
+            yield ("range_attention", f"heads of {width}", shape,
+                   partial(_range_attention, dtype, width, kernel))
+
+
 def _with_tile(key: tuple, tile: _tuning.Tile, launch):
     with mock.patch.dict(_tuning.TABLE, {key: ((_tuning.ANY_ROWS, tile),)}):
         launch()
@@ -164,6 +196,8 @@ def cases(table, dtype=torch.bfloat16, variants=("plain", "all options")):
     """(name, variant, tile, launch) of everything shipped for a chip; `table`: its key in TABLE."""
     if dtype == torch.bfloat16:
         yield "gumbel_rows", "plain", f"{_philox_triton.BLOCK} rows", _gumbel_rows
+    if "plain" in variants and dtype.itemsize == 2:
+        yield from range_cases(table, dtype)
     for variant in variants:
         full = variant == "all options"
         if dtype == torch.bfloat16:

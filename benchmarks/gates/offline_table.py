@@ -145,7 +145,7 @@ def inspect(kernel, arch: int, variant: str, tile: str) -> Row:
     )  # fmt: skip
 
 
-def build(arch: int, dtype=torch.bfloat16, **which) -> list[Row]:
+def build(arch: int, dtype=torch.bfloat16, cases=cases, **which) -> list[Row]:
     kind = "" if dtype == torch.bfloat16 else f", {str(dtype)[6:]}"  # torch.float32
     rows = []
     for name, variant, tile, launch in cases(CHIPS[arch].table, dtype, **which):

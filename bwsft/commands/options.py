@@ -14,7 +14,7 @@ import tyro
 from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.pass_at_1 import EvaluateOptions
 
-Benchmark = Literal["loss", "mask", "step", "generate", "operators"]
+Benchmark = Literal["loss", "mask", "step", "generate", "operators", "attention"]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 
 import kernel_cases as cases
 import pytest
+import range_cases
 import torch
 from bwsft_kernels import (
     GumbelKey,
@@ -15,6 +16,8 @@ from bwsft_kernels import (
     block_mask,
     linear_argmax,
     linear_cross_entropy,
+    range_attention,
+    range_plan,
     reference,
     rms_norm,
     rotary,
@@ -241,6 +244,24 @@ def test_small_operations(function, dtype, assert_no_worse):
     for _ in range(3):
         again = cases.outputs_and_grads(function, case, trained, impl="triton")
         assert all(torch.equal(one, two) for one, two in zip(own, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_range_attention(dtype, width):
+    """Values against float64, the same bits again, and a plan that is made without a stall."""
+    lengths = [torch.tensor(n, device="cuda") for n in ([100, 33, 260], [200, 0, 70])]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan, _ = range_plan(*lengths, 32, copies=2, rows=393 + 3 * 270)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    case = [x.cuda() for x in range_cases.tensors(plan, dtype, (4, 2), width)]
+    range_cases.check_against_dense(plan, case, "triton")
+    one, other = (
+        range_cases.with_gradients(lambda *x: range_attention(*x, plan, impl="triton"), *case)
+        for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_small_operations_in_a_graph():

@@ -77,9 +77,10 @@ def test_public_names():
     """A name is a function or a module, never both: which of them an import finds would depend on
     what was imported before."""
     assert set(bwsft_kernels.__all__) == {
-        "GumbelKey", "LinearArgmax", "MaskSpec", "MaskedBatch", "Stream", "block_mask", "layers",
-        "linear_argmax", "linear_cross_entropy", "patch", "philox_uniform", "rms_norm", "rotary",
-        "swiglu", "unpatch",
+        "GumbelKey", "LinearArgmax", "MaskSpec", "MaskedBatch", "OnePassRows", "RangePlan",
+        "Stream", "block_mask", "cache_plan", "layers", "linear_argmax", "linear_cross_entropy",
+        "patch", "philox_uniform", "range_attention", "range_plan", "rms_norm", "rotary", "swiglu",
+        "unpatch",
     }
     for name in set(bwsft_kernels.__all__) - {"layers"}:
         assert callable(getattr(bwsft_kernels, name))
@@ -117,7 +118,9 @@ for impl in ("torch", "triton"):
     normed, total = module.rms_norm(x, torch.ones(8), 1e-5, x, impl=impl)
     rotated, _ = module.rotary(x[:, None], None, *tables, impl=impl)
     small = [t.detach() for t in (normed, total, rotated, module.swiglu(x, x, impl=impl))]
-    results.append([loss.detach(), grad, tokens, masked.noisy_ids, *small])
+    plan, _ = module.range_plan(torch.tensor([2]), torch.tensor([2]), 2)
+    seen = module.range_attention(*[x.detach()[:, None]] * 3, plan, impl=impl)
+    results.append([loss.detach(), grad, tokens, masked.noisy_ids, seen, *small])
 for one, other in zip(*results):
     torch.testing.assert_close(one, other)
 print("loaded")

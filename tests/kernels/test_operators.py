@@ -2,7 +2,7 @@
 func.grad, clear refusals.
 
 The small functions are plain torch where nobody asks for Triton, so that every transform knows
-them; linear_argmax and philox_uniform are operators everywhere.
+them; range_attention, linear_argmax and philox_uniform are operators everywhere.
 """
 
 import subprocess
@@ -15,8 +15,8 @@ from bwsft_kernels import GumbelKey, linear_argmax, philox_uniform, rms_norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DIFFERENTIABLE = [name for name, call in cases.CALLS.items() if call[3]]
-OPAQUE = [name for name, call in cases.CALLS.items() if not call[3]]
+OPAQUE = [name for name, call in cases.CALLS.items() if not call[3] or call[0] is cases.attend]
+PLAIN = [name for name in cases.CALLS if name not in OPAQUE]
 
 
 @pytest.mark.parametrize("op, arguments", cases.operators("torch"))
@@ -38,7 +38,11 @@ def test_export_and_fake_tensors(name):
     cases.check_fake(name)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_func_grad_of_an_operator():
+    cases.check_func_grad("range_attention")
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_func_grad_and_vmap_of_plain_torch(name):
     cases.check_func_grad(name)
     function, arguments, own, _ = cases.CALLS[name]
@@ -55,7 +59,7 @@ def test_refusals(name):
 
 def test_the_operators_gradients_are_those_of_plain_torch():
     """What a GPU without Triton runs when it is compiled."""
-    for name in DIFFERENTIABLE:
+    for name in PLAIN:
         function, arguments, _, trained = cases.CALLS[name]
         leaves = [t.clone().requires_grad_() if i in trained else t
                   for i, t in enumerate(arguments)]

@@ -9,6 +9,7 @@ KERNELS = {
     "linear_cross_entropy": "_linear_cross_entropy_bwd_triton",
     "linear_argmax": "_linear_argmax_triton",
     "block_mask": "_block_mask_triton",
+    "range_attention": "_range_attention_bwd_triton",
     "rms_norm": "_rms_norm_triton",
     "rotary": "_rotary_triton",
     "swiglu": "_swiglu_triton",

@@ -14,6 +14,8 @@ from bwsft_kernels import (
     linear_argmax,
     linear_cross_entropy,
     philox,
+    range_attention,
+    range_plan,
     rms_norm,
     rotary,
     swiglu,
@@ -160,7 +162,8 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
         importlib.import_module(f"bwsft_kernels._{name}_triton")
         for name in (
             "block_mask", "cross_entropy", "linear_argmax", "linear_cross_entropy_bwd",
-            "linear_cross_entropy_fwd", "rms_norm", "rotary", "select_rows", "swiglu",
+            "linear_cross_entropy_fwd", "range_attention_bwd", "range_attention_fwd", "rms_norm",
+            "rotary", "select_rows", "swiglu",
         )
     ]
     guarded, launched = [], []
@@ -191,5 +194,7 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
     block_mask(target[None], [1], [2], MaskSpec(2, 39), impl="triton")
     rms_norm(x, torch.ones(8), 1e-5, impl="triton").sum().backward()
     swiglu(x, x, impl="triton").sum().backward()
+    plan = range_plan(torch.tensor([1]), torch.tensor([1]), 1)[0]
+    range_attention(*[x[:, None]] * 3, plan, impl="triton").sum().backward()
     rotary(x[:, None], None, *torch.ones(2, 3, 1, 4), impl="triton")
-    assert len(set(launched)) == 14  # the eight files' kernels, all of them
+    assert len(set(launched)) == 17  # the ten files' kernels, all of them

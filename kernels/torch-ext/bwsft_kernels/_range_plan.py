@@ -1,0 +1,247 @@
+"""Which keys a query row may see, as ranges: made once for a batch, read by every layer.
+
+Every row of a one-pass batch, and of a block that is decoded against a cache, sees at most two
+ranges of keys (a prefix, and its own block), and every key is seen by at most two ranges of
+queries. So a plan is a few integers for each row, and attention needs no mask.
+Letters: T query rows, N key rows, S sequences, B block size.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._dispatch import require
+from .block_grid import BlockGrid
+
+TILE = 128  # rows of a tile; kernels with smaller ones take its parts
+CLEAN = ("block", "causal")
+
+
+@dataclass(frozen=True)
+class RangePlan:
+    """int32 tensors, on the device of the lengths that they come from.
+
+    A range is [start, stop); where stop <= start it is empty. Tiles never cross a segment, of
+    which all rows share their sequence and have neighboring own ranges: so the keys of a tile are
+    one interval of the prefix and one of own ranges, whatever the batch. Tiles past the last one
+    are [0, 0).
+    """
+
+    query_ranges: Tensor  # [4, T] prefix start and stop, own start and stop: of keys
+    key_ranges: Tensor  # [4, N] first start and stop, second start and stop: of queries
+    query_tiles: Tensor  # [tiles, 2] start and stop of query rows
+    key_tiles: Tensor  # [tiles, 2] start and stop of key rows
+
+    def to(self, device: torch.device | str) -> "RangePlan":
+        moved = {name: tensor.to(device) for name, tensor in vars(self).items()}
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class OnePassRows:
+    """What the rows of a one-pass batch hold, int64 [T].
+
+    For each sequence its clean row, prompt + response, and after it the noisy copies of its
+    response block by block: block 0 of copy 1, of copy 2, ..., block 1 of copy 1, ... So the noisy
+    rows of all blocks after a position are one range, for any number of copies.
+    """
+
+    sequence: Tensor  # which of the batch's sequences
+    position: Tensor  # in that sequence
+    copy: Tensor  # 0 where clean, else the number of the copy, from 1
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the rows of a one-pass batch are; tensors [S] but for `sequence` [T]."""
+
+    grid: BlockGrid
+    copies: int
+    undivided: Tensor  # tokens of the prompt that are one block
+    lengths: Tensor  # clean rows
+    first_noisy: Tensor  # position of the first noisy token
+    starts: Tensor  # first row
+    sequence: Tensor
+    rows: int
+
+    @property
+    def noisy_start(self) -> Tensor:
+        """First noisy row [S]."""
+        return self.starts + self.lengths
+
+    @property
+    def stops(self) -> Tensor:
+        return self.noisy_start + self.copies * (self.lengths - self.first_noisy)
+
+    def block(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(start, stop) [T] of the block that holds the position [T] in each row's sequence."""
+        whole, length = self.undivided[self.sequence], self.lengths[self.sequence]
+        index = self.grid.index_of(position, whole)
+        start, stop = self.grid.bounds(index, whole, length - whole)
+        inside = position < whole
+        return torch.where(inside, 0, start), torch.where(inside, whole, stop)
+
+    def noisy_row(self, position: Tensor) -> Tensor:
+        """First noisy row [T] of the block that starts at the position [T]."""
+        passed = position - self.first_noisy[self.sequence]
+        return self.noisy_start[self.sequence] + self.copies * passed
+
+
+def range_plan(
+    prompt_lengths: Tensor,  # [S] integers
+    response_lengths: Tensor,  # [S] integers
+    block_size: int,
+    origin: str = "response",  # of the block grid, or "absolute"
+    copies: int = 1,
+    *,
+    clean: str = "block",  # or "causal"
+    prompt_blocks: bool = False,
+    rows: int | None = None,  # T, where the host knows it
+) -> tuple[RangePlan, OnePassRows]:
+    """The plan of one-pass training, queries and keys being the same T rows, and what they hold.
+
+    A clean row sees its sequence's clean rows up to the end of its block (clean="causal": up to
+    itself); the prompt is one block, or with prompt_blocks cut on the absolute grid like the
+    response. A noisy row sees the clean rows before its block, and its block in its own copy. With
+    prompt_blocks a copy begins with the block that holds the response's first token. Without `rows`
+    the host reads one number from the device of the lengths.
+    """
+    _check_one_pass(prompt_lengths, response_lengths, copies, clean)
+    grid = BlockGrid(block_size, origin)
+    if prompt_blocks and grid.at_response:
+        raise ValueError('prompt_blocks=True cuts the prompt too: it needs origin="absolute"')
+    layout = _layout(prompt_lengths.long(), response_lengths.long(), grid, copies, prompt_blocks,
+                     rows)
+    own = _rows(layout)
+    segments = torch.stack((layout.starts, layout.noisy_start), 1).flatten()
+    tiles = _tiles(segments, torch.stack((layout.noisy_start, layout.stops), 1).flatten(),
+                   layout.rows)
+    query_ranges, key_ranges = _ranges(layout, own, clean == "causal")
+    return RangePlan(query_ranges.int(), key_ranges.int(), tiles, tiles), own
+
+
+def cache_plan(
+    stops: Tensor,  # [S, G] integers
+    width: int,
+    slots: int,
+) -> RangePlan:
+    """The plan of decoding against a cache [S * slots] of keys that holds the new rows' own too.
+
+    Queries are [S * G * width]: G groups of `width` rows for each sequence, group g seeing the
+    cache's slots before stops[s, g], which rise with g. One group decodes a block; two store a
+    finished block and make the first step of the next one in one forward.
+    """
+    if stops.dim() != 2 or stops.is_floating_point() or width < 1 or slots < 1:
+        raise ValueError("stops must be integers [S, G], width and slots at least 1, not "
+                         f"{stops.dtype} {list(stops.shape)}, {width}, {slots}")
+    stops = stops.long()
+    fine = (stops.diff(dim=1, prepend=torch.zeros_like(stops[:, :1])) >= 0).all()
+    require(fine & (stops <= slots).all(),
+            lambda: f"stops must rise along their second axis, from 0 to at most slots ({slots})")
+    count, groups = stops.shape
+    first = torch.arange(count, device=stops.device)[:, None] * slots  # [S, 1] key rows
+    ends = (first + stops).repeat_interleave(width, dim=1).flatten()
+    begins = first.expand(-1, groups * width).flatten()
+    none = torch.zeros_like(ends)
+    slot = torch.arange(slots, device=stops.device)
+    hidden = (stops[:, None, :] <= slot[:, None]).sum(-1)  # [S, slots] groups that don't see it
+    base = first // slots * (groups * width)
+    sees = (base + hidden * width).flatten()
+    last = (base + groups * width).expand(-1, slots).flatten()
+    nobody = torch.zeros_like(sees)
+    bases, firsts = base.flatten(), first.flatten()
+    return RangePlan(
+        torch.stack((begins, ends, none, none)).int(),
+        torch.stack((sees, last, nobody, nobody)).int(),
+        _tiles(bases, bases + groups * width, len(ends)),
+        _tiles(firsts, firsts + slots, len(sees)),
+    )
+
+
+def _check_one_pass(prompt: Tensor, response: Tensor, copies: int, clean: str) -> None:
+    for name, lengths in (("prompt_lengths", prompt), ("response_lengths", response)):
+        if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise ValueError(f"{name} must be integers [S], not {lengths.dtype} "
+                             f"{list(lengths.shape)}")
+    if prompt.shape != response.shape or prompt.device != response.device:
+        raise ValueError("prompt_lengths and response_lengths must have one entry for each "
+                         "sequence, on one device")
+    if copies < 1:
+        raise ValueError(f"copies must be at least 1, not {copies}")
+    if clean not in CLEAN:
+        raise ValueError(f"clean must be one of {CLEAN}, not {clean!r}")
+    require(((prompt >= 0) & (response >= 0)).all(), lambda: "a length is negative")
+
+
+def _layout(
+    prompts: Tensor, responses: Tensor, grid: BlockGrid, copies: int, prompt_blocks: bool,
+    rows: int | None,
+) -> _Layout:
+    lengths = prompts + responses
+    undivided = torch.zeros_like(prompts) if prompt_blocks else prompts
+    first_noisy = grid.start(prompts) if prompt_blocks else prompts
+    first_noisy = torch.where(responses > 0, first_noisy, lengths)  # no noisy row where none
+    ends = (lengths + copies * (lengths - first_noisy)).cumsum(0)
+    total = ends[-1] if len(ends) else ends.sum()
+    if rows is None:
+        rows = int(total)
+    else:
+        require(total == rows, lambda: f"rows is {rows}, but the batch has {int(total)}")
+    starts = torch.cat((ends.new_zeros(1), ends))[:-1]
+    sequence = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
+    return _Layout(grid, copies, undivided, lengths, first_noisy, starts, sequence, rows)
+
+
+def _rows(layout: _Layout) -> OnePassRows:
+    sequence, copies = layout.sequence, layout.copies
+    place = torch.arange(layout.rows, device=sequence.device) - layout.starts[sequence]
+    after = place - layout.lengths[sequence]  # negative in clean rows
+    start, stop = layout.block(layout.first_noisy[sequence] + after // copies)
+    inside = after - copies * (start - layout.first_noisy[sequence])
+    width = (stop - start).clamp(min=1)
+    noisy = after >= 0
+    return OnePassRows(
+        sequence,
+        torch.where(noisy, start + inside % width, place),
+        torch.where(noisy, inside // width + 1, 0),
+    )
+
+
+def _ranges(layout: _Layout, own: OnePassRows, causal: bool) -> tuple[Tensor, Tensor]:
+    """(query_ranges, key_ranges) [4, T]."""
+    sequence, position, copy = own.sequence, own.position, own.copy
+    first, clean_stop = layout.starts[sequence], layout.noisy_start[sequence]
+    start, stop = layout.block(position)
+    clean = copy == 0
+    sees = position + 1 if causal else stop
+    block = layout.noisy_row(start) + (copy - 1) * (stop - start)  # own block's first row
+    later = layout.noisy_row(torch.maximum(stop, layout.first_noisy[sequence]))
+    zero = torch.zeros_like(first)
+    query_ranges = torch.stack((
+        first, first + torch.where(clean, sees, start),
+        torch.where(clean, zero, block), torch.where(clean, zero, block + stop - start),
+    ))
+    seen_from = first + (position if causal else start)
+    key_ranges = torch.stack((
+        torch.where(clean, seen_from, block),
+        torch.where(clean, clean_stop, block + stop - start),
+        torch.where(clean, later, zero), torch.where(clean, layout.stops[sequence], zero),
+    ))
+    return query_ranges, key_ranges
+
+
+def _tiles(starts: Tensor, stops: Tensor, rows: int) -> Tensor:
+    """int32 [tiles, 2]: segments [start, stop), which hold `rows` rows, cut into tiles; as many as
+    any segments of that number could need."""
+    segments = len(starts)
+    if segments == 0:
+        return starts.new_zeros(0, 2, dtype=torch.int32)
+    ends = ((stops - starts + TILE - 1) // TILE).cumsum(0)
+    index = torch.arange(rows // TILE + segments, device=starts.device)
+    segment = torch.searchsorted(ends, index, right=True).clamp(max=segments - 1)
+    passed = torch.cat((ends.new_zeros(1), ends))[segment]
+    start = starts[segment] + (index - passed) * TILE
+    tiles = torch.stack((start, torch.minimum(start + TILE, stops[segment])), 1)
+    return torch.where((index < ends[-1])[:, None], tiles, 0).int()

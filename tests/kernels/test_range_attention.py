@@ -1,0 +1,144 @@
+"""range_attention in torch on a CPU: plans, values, gradients, what is refused."""
+
+import pytest
+import range_cases as cases
+import torch
+from bwsft_kernels import cache_plan, range_attention, range_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+FEW = settings(max_examples=40, deadline=None)
+
+
+def rows_in_tiles(tiles):
+    return [row for start, stop in tiles.tolist() for row in range(start, stop)]
+
+
+@FEW
+@given(layout=cases.layouts())
+def test_a_plan_says_what_its_words_say(layout):
+    plan, rows = range_plan(**layout)
+    count = len(rows.position)
+    seen = cases.mask_of(plan.query_ranges, count)
+    assert torch.equal(seen, cases.visible(rows, **layout))
+    assert torch.equal(cases.mask_of(plan.key_ranges, count), seen.t())
+    assert rows_in_tiles(plan.query_tiles) == rows_in_tiles(plan.key_tiles) == list(range(count))
+    same, _ = range_plan(**layout, rows=count)
+    assert all(torch.equal(t, vars(same)[name]) for name, t in vars(plan).items())
+    # Of each sequence the clean tokens in order, and every response token once in each copy.
+    for number, prompt in enumerate(layout["prompt_lengths"].tolist()):
+        own = rows.sequence == number
+        length = prompt + int(layout["response_lengths"][number])
+        for copy in range(layout["copies"] + 1):
+            position = rows.position[own & (rows.copy == copy)].tolist()
+            assert position == list(range(length - len(position), length))
+            assert len(position) == length if copy == 0 else len(position) >= length - prompt
+
+
+def test_the_order_of_rows_by_hand():
+    """Prompt of 2, response of 5, blocks of 2, two copies: clean, then block by block."""
+    _, rows = range_plan(torch.tensor([2]), torch.tensor([5]), 2, copies=2)
+    assert rows.position.tolist() == [*range(7), 2, 3, 2, 3, 4, 5, 4, 5, 6, 6]
+    assert rows.copy.tolist() == [0] * 7 + [1, 1, 2, 2] * 2 + [1, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=cases.layouts(), seed=st.integers(0, 99), width=st.sampled_from([1, 8, 20]),
+       dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+       heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]))
+def test_values_and_gradients(layout, seed, width, dtype, heads):
+    plan, rows = range_plan(**layout)
+    if len(rows.position) * width < 64:  # too few to compare two norms of rounding
+        dtype = torch.float64
+    cases.check_against_dense(plan, cases.tensors(plan, dtype, heads, width, seed), "torch")
+
+
+@pytest.mark.parametrize("clean", ["block", "causal"])
+def test_gradcheck(clean):
+    plan, _ = range_plan(torch.tensor([2, 1]), torch.tensor([3, 2]), 2, clean=clean)
+    leaves = [x.requires_grad_() for x in cases.tensors(plan, torch.float64, (2, 1), 2)[:3]]
+    assert torch.autograd.gradcheck(lambda *x: range_attention(*x, plan, scale=0.7), leaves)
+
+
+def test_a_cache():
+    """A block of 2 after 3 and after 5 tokens; then a finished block and the one after it."""
+    one = cache_plan(torch.tensor([[5], [7]]), 2, 8)
+    assert one.query_ranges[:2].T.tolist() == [[0, 5]] * 2 + [[8, 15]] * 2
+    both = cache_plan(torch.tensor([[5, 7], [0, 8]]), 2, 8)
+    assert both.query_ranges[1].tolist() == [5, 5, 7, 7, 8, 8, 16, 16]
+    for plan in (one, both):
+        seen = cases.mask_of(plan.query_ranges, 16)
+        assert torch.equal(cases.mask_of(plan.key_ranges, len(seen)), seen.t())
+        assert rows_in_tiles(plan.key_tiles) == list(range(16))
+        cases.check_against_dense(plan, cases.tensors(plan, torch.float32), "torch")
+    q, k, v, _ = cases.tensors(both, torch.float32)
+    assert not range_attention(q, k, v, both)[4:6].any()  # they see nothing
+
+
+def test_the_state_of_a_layer():
+    """Tensors that aren't contiguous, autocast, an upstream gradient that is expanded."""
+    plan = cases.example()
+    q, k, v, upstream = cases.tensors(plan, torch.float32, (2, 2), 8)
+    joint = torch.stack((q, k, v), 2).flatten(1).unflatten(1, (2, 3, 8))
+    expected = cases.with_gradients(lambda *x: range_attention(*x, plan), q, k, v, upstream)
+    found = cases.with_gradients(
+        lambda *x: range_attention(*(t.flip(0).flip(0) for t in x), plan),
+        *joint.unbind(2), upstream)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    mean = cases.with_gradients(
+        lambda *x: range_attention(*x, plan), q, k, v, torch.ones(1, 1, 1).expand(q.shape))
+    torch.testing.assert_close(mean[3].sum((0, 2)), torch.full((2,), 8.0 * int(
+        cases.mask_of(plan.query_ranges, len(q)).any(1).sum())))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert range_attention(q, k.bfloat16(), v, plan).dtype == torch.bfloat16
+        assert range_attention(*(x.double() for x in (q, k, v)), plan).dtype == torch.float64
+
+
+def test_what_is_kept_for_backward():
+    """Rows and a few integers for each, no pairs."""
+    plan = range_plan(torch.tensor([64]), torch.tensor([448]), 32, copies=2)[0]
+    q, k, v, upstream = cases.tensors(plan, torch.float32, (1, 1), 8)
+    q.requires_grad_()
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        range_attention(q, k, v, plan)
+    assert sum(kept.values()) <= 4 * (4 * q.numel() + 13 * len(q))
+
+
+PLAN = cases.example()
+Q, K, V, _ = cases.tensors(PLAN, torch.float32)
+LENGTHS = torch.tensor([3]), torch.tensor([4])
+REFUSED = [
+    ("q must be .T, H, E.", lambda: range_attention(Q[0], K, V, PLAN)),
+    ("q must be .T, H, E.", lambda: range_attention(Q, K, V[:, :, :3], PLAN)),
+    ("one dtype", lambda: range_attention(Q, K.double(), V, PLAN)),
+    ("not a multiple", lambda: range_attention(Q[:, :1], K.repeat(1, 2, 1), V.repeat(1, 2, 1),
+                                               PLAN)),
+    ("1 to 256 entries", lambda: range_attention(*(x.repeat(1, 1, 20) for x in (Q, K, V)), PLAN)),
+    ("the plan is for", lambda: range_attention(Q[1:], K, V, PLAN)),
+    ("move it with plan.to", lambda: range_attention(Q, K, V, PLAN.to("meta"))),
+    ("must be floating point", lambda: range_attention(Q.int(), K, V, PLAN)),
+    ("impl must be", lambda: range_attention(Q, K, V, PLAN, impl="cuda")),
+    ("clean must be one of", lambda: range_plan(*LENGTHS, 4, clean="none")),
+    ("copies must be at least 1", lambda: range_plan(*LENGTHS, 4, copies=0)),
+    ("block_size must be at least 1", lambda: range_plan(*LENGTHS, 0)),
+    ('needs origin="absolute"', lambda: range_plan(*LENGTHS, 4, prompt_blocks=True)),
+    ("prompt_lengths must be integers", lambda: range_plan(LENGTHS[0].float(), LENGTHS[1], 4)),
+    ("one entry for each", lambda: range_plan(torch.tensor([1, 2]), LENGTHS[1], 4)),
+    ("a length is negative", lambda: range_plan(-LENGTHS[0], LENGTHS[1], 4)),
+    ("the batch has 11", lambda: range_plan(*LENGTHS, 4, rows=12)),
+    ("stops must rise", lambda: cache_plan(torch.tensor([[4, 3]]), 2, 8)),
+    ("stops must rise", lambda: cache_plan(torch.tensor([[9]]), 2, 8)),
+    ("stops must be integers", lambda: cache_plan(torch.tensor([9]), 2, 8)),
+]
+
+
+@pytest.mark.parametrize("match, call", REFUSED)
+def test_refused(match, call):
+    with pytest.raises(ValueError, match=match):
+        call()
