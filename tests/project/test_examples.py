@@ -37,7 +37,7 @@ def test_loss(output_of):
     found = re.findall(r"loss (\S+) of (\d+) tokens, (\S+) of all 768", out)
     own, rows, naive = (list(map(float, column)) for column in zip(*found, strict=True))
     assert len(found) == 5 and own == pytest.approx(naive, abs=2e-4)  # printed with 4 digits
-    assert own[-1] < 0.1 * own[0] and max(rows) < 768 / 4
+    assert own[-1] < 0.2 * own[0] and max(rows) < 768 / 4
 
 
 def test_train(output_of):
