@@ -3,9 +3,9 @@ processes, resume on another number of processes. One pair of processes runs all
 
 import contextlib
 import json
-import re
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
