@@ -66,9 +66,12 @@ def loss_and_grad(
 
 
 def _block_rows(size: int, vocabulary: int, wide: torch.dtype, in_place: bool) -> int:
-    if in_place and torch.get_num_threads() > 1:
+    alone = torch.get_num_threads() == 1
+    if in_place and not alone:
         return max(1, size)
-    budget = CACHE_BYTES if torch.get_num_threads() == 1 else SHARED_BYTES
+    budget = CACHE_BYTES if alone else SHARED_BYTES
+    if in_place:
+        budget *= 4  # no copy beside it: fewer blocks
     return max(1, min(size, budget // (vocabulary * wide.itemsize)))
 
 
