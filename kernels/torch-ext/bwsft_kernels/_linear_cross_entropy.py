@@ -47,10 +47,10 @@ def linear_cross_entropy(
     with zero gradients, if no row is kept. softcap c: logits become c * tanh(logits / c).
     excluded_id: this column leaves the softmax (SUBS of MDLM, arXiv:2406.07524).
     num_rows: host integer; rows after the first num_rows are not supervised, so a GPU needn't be
-    synchronized to count them. chunk_bytes: most bytes of logits at a time, 512 MiB on a GPU and
-    128 MiB on a CPU where it isn't given. `weight` and `options` are torch's and unsupported.
-    ValueError for what is unsupported or doesn't fit; a target outside [0, V) too (on a GPU a
-    device-side assertion, or ValueError with BWSFT_DEBUG=1).
+    synchronized to count them. chunk_bytes: most bytes of logits at a time; where it isn't given,
+    512 MiB on a GPU, and on a CPU 32 Mi logits, twice as many for a trained head. `weight` and
+    `options` are torch's and unsupported. ValueError for what is unsupported or doesn't fit; a
+    target outside [0, V) too (on a GPU a device-side assertion, or ValueError with BWSFT_DEBUG=1).
     """
     if weight is not None or options is not None:
         raise ValueError("weight (per class) and options are unsupported; see row_weight")

@@ -14,7 +14,7 @@ from ._matmul import autocast_dtype
 
 # Logits at a time where the caller doesn't say. On a CPU few enough that pages are touched once and
 # used again; a trained head wants fewer chunks, each of which is added to its gradient in fp32.
-GPU_BYTES, CPU_BYTES, CPU_LOGITS = 512 << 20, 128 << 20, 32 << 20
+GPU_BYTES, CPU_LOGITS, CPU_LOGITS_TRAINED = 512 << 20, 32 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LossOptions:
             return self.chunk_bytes
         if device.type != "cpu":
             return GPU_BYTES
-        return CPU_BYTES if trained else CPU_LOGITS * self.dtype.itemsize
+        return (CPU_LOGITS_TRAINED if trained else CPU_LOGITS) * self.dtype.itemsize
 
 
 class SelectedRows(NamedTuple):
