@@ -26,7 +26,10 @@ from bwsft.models.loading import load_backbone, new_backbone
 
 CODE = Path(__file__).parents[1] / "official_code"
 # The environment's package kernels needs a newer huggingface_hub than transformers 4 does.
-ALONE = "import runpy, sys; sys.modules['kernels'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+ALONE = """import runpy, sys
+sys.modules["kernels"] = None
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 # transformers, and the releases of what it needs in other versions than transformers 5.
 VERSIONS = {
     "4.52": ("transformers==4.52.*", "tokenizers==0.21.*", "huggingface_hub==0.36.*"),
