@@ -8,16 +8,14 @@ the masks' making are left out. Letters: T packed rows, L rows of the longest se
 head width.
 """
 
-import argparse
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from bwsft_kernels import RangePlan, range_plan
 from bwsft_kernels._range_plan import TILE
 from bwsft_kernels._range_tiles import TABLE, WIDTHS
-from roofline import RATES, Rates, phase_s
+from roofline import RATES, Rates, phase_s, write_page
 
 H, E = 32, 128  # LLaDA-8B
 FLEX = 128  # FlexAttention's default block
@@ -188,12 +186,7 @@ def page() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path,
-                        default=Path(__file__).resolve().parent / "results/attention.md")
-    out = parser.parse_args(argv).out
-    out.write_text(page(), encoding="utf-8")
-    print(out)
+    write_page(page, __doc__, "attention.md", argv)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Letters: T rows of the batch, N supervised ones, V vocabulary, D hidden size.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,13 +187,18 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def write_page(page: Callable[[], str], about: str, name: str, argv: list[str] | None) -> None:
+    """The command of a computed page: write it to --out, benchmarks/results/NAME if not given."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--out", type=Path,
-                        default=Path(__file__).resolve().parent / "results/roofline.md")
+                        default=Path(__file__).resolve().parent / "results" / name)
     out = parser.parse_args(argv).out
     out.write_text(page(), encoding="utf-8")
     print(out)
+
+
+def main(argv: list[str] | None = None) -> None:
+    write_page(page, __doc__, "roofline.md", argv)
 
 
 if __name__ == "__main__":

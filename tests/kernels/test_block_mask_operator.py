@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from bwsft_kernels import MaskSpec, block_mask, reference
+from bwsft_kernels import _block_mask as public
 from bwsft_kernels import _block_mask_torch as module
 from bwsft_kernels._block_mask_types import MaskInputs
 from bwsft_kernels._ops import ops
@@ -37,15 +38,15 @@ def packed(spec):
 
 
 def test_torchs_own_check_of_the_operator():
-    calls, ops_block_mask = [], ops.block_mask
+    calls, call = [], public._block_mask
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "block_mask", lambda *a: calls.append(a) or ops_block_mask(*a))
+        patch.setattr(public, "_block_mask", lambda *a: calls.append(a) or call(*a))
         block_mask(*padded(), PLAIN)
         block_mask(*padded(), PLAIN, block=torch.tensor([0, 1, 2]))
         block_mask(**packed(FULL))
     assert len(calls) == 3
     for arguments in calls:
-        found = torch.library.opcheck(ops_block_mask.default, arguments)
+        found = torch.library.opcheck(ops.block_mask.default, arguments)
         assert set(found.values()) == {"SUCCESS"}
 
 
@@ -95,7 +96,7 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones():
 
 def test_vmap_is_refused():
     ids, prompt, response = padded()
-    with pytest.raises(RuntimeError, match="as one batch"):
+    with pytest.raises(NotImplementedError, match="whole batch at once"):
         torch.vmap(lambda i: block_mask(i, prompt, response, PLAIN).noisy_ids)(ids[None])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ._block_mask_torch import block_mask_torch, checked
 from ._block_mask_types import MaskedBatch, MaskInputs, MaskSpec
 from ._dispatch import triton_implementation
-from ._ops import add_op_namespace_prefix, ops
+from ._operator import operator
 from .philox import MASK32
 
 Lengths = Tensor | Sequence[int]
@@ -49,7 +49,7 @@ def block_mask(
     if block is not None and block_weights is not None:
         raise ValueError("give block or block_weights, not both")
     inputs = _inputs(ids, prompt_lengths, response_lengths, cu_seqlens, sample_ids)
-    found = ops.block_mask(
+    found = _block_mask(
         *inputs,
         *_numbers(draw, block_draw, inputs[1]),
         *_given(block, block_weights, rate, factor, inputs[1]),
@@ -147,22 +147,10 @@ def _signed(seed: int) -> int:
 # --- the operator: takes MaskInputs and MaskSpec, returns MaskedBatch, each field by field ---
 
 
-_NAME = add_op_namespace_prefix("block_mask")
-_SCHEMA = (
-    "(Tensor ids, Tensor row_start, Tensor row_length, Tensor prompt_lengths, "
-    "Tensor response_lengths, Tensor sample_ids, Tensor draw, Tensor? block_draw, Tensor? block, "
-    "Tensor? block_weights, Tensor? rate, Tensor? factor, "
-    "int block_size, int mask_id, int seed, float low, float high, str weight, str empty, "
-    "str block_factor, float prefix_noise, float suffix_leak, str block_origin, bool pairs, "
-    f"str impl) -> ({', '.join(['Tensor'] * len(fields(MaskedBatch)))})"
-)
-# Not custom_op: the first call of one imports torch._dynamo, a second that eager users don't owe.
-torch.library.define(_NAME, _SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 _TENSORS = len(fields(MaskInputs))
 
 
-@torch.library.impl(_NAME, "CompositeExplicitAutograd")
-def _block_mask_op(*arguments: Tensor | int | float | str | bool | None) -> tuple[Tensor, ...]:
+def _body(*arguments: Tensor | int | float | str | bool | None) -> tuple[Tensor, ...]:
     *options, impl = arguments[_TENSORS:]
     spec = MaskSpec(*options)
     inputs = checked(MaskInputs(*arguments[:_TENSORS]), spec)
@@ -171,8 +159,7 @@ def _block_mask_op(*arguments: Tensor | int | float | str | bool | None) -> tupl
     return tuple(getattr(batch, field.name) for field in fields(batch))
 
 
-@torch.library.register_fake(_NAME)
-def _block_mask_fake(*arguments: Tensor | int | float | str | bool | None) -> tuple[Tensor, ...]:
+def _fake(*arguments: Tensor | int | float | str | bool | None) -> tuple[Tensor, ...]:
     ids, row_start, block_size = arguments[0], arguments[1], arguments[_TENSORS]
     bound = torch.sym_min(row_start.shape[0] * block_size, ids.shape[0])
     rows, row = row_start.new_empty(bound), torch.empty_like(row_start)
@@ -185,6 +172,13 @@ def _block_mask_fake(*arguments: Tensor | int | float | str | bool | None) -> tu
     )
 
 
-@functools.partial(torch.library.register_vmap, _NAME)
-def _block_mask_vmap(info: object, in_dims: tuple, *arguments: object) -> None:
-    raise RuntimeError("block_mask can't be vmapped: give it the sequences as one batch")
+_block_mask = operator(
+    "block_mask",
+    "(Tensor ids, Tensor row_start, Tensor row_length, Tensor prompt_lengths, "
+    "Tensor response_lengths, Tensor sample_ids, Tensor draw, Tensor? block_draw, Tensor? block, "
+    "Tensor? block_weights, Tensor? rate, Tensor? factor, "
+    "int block_size, int mask_id, int seed, float low, float high, str weight, str empty, "
+    "str block_factor, float prefix_noise, float suffix_leak, str block_origin, bool pairs, "
+    f"str impl) -> ({', '.join(['Tensor'] * len(fields(MaskedBatch)))})",
+    _body, _fake,
+)

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device_triton import close, on_device
+from ._matmul import wide_product
 from ._matmul_hopper_triton import fits_tma, grad_input_parts
 from ._tuning import CUBLAS, TRITON, Tile, choose_splits, tuned, tuned_road
-from ._wide_product import wide_product
 
 MERGE_BLOCK = 1024
 

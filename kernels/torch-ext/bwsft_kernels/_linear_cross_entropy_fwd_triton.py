@@ -21,10 +21,9 @@ from torch import Tensor
 
 from ._cross_entropy_triton import SLOTS, cross_entropy_rows, merge_rows, piece_sums
 from ._device_triton import close, logits_tile, on_device
-from ._matmul import plan_chunks
+from ._matmul import plan_chunks, wide_product
 from ._matmul_hopper_triton import fits_tma, logits_parts
 from ._tuning import CUBLAS, TRITON, Tile, fewest_cols, possible_roads, tuned, tuned_road
-from ._wide_product import wide_product
 
 # fp16 ends at 6e-8: exponentials, at most 1, start at 2^15, so that 2e-12 is still there.
 E_SCALES = {torch.float16: 2.0**15, torch.bfloat16: 1.0, torch.float32: 1.0}

@@ -44,10 +44,25 @@ def product(a: Tensor, b: Tensor) -> Tensor:  # [N, V], [V, D] -> [N, D]
     are widened first, because the rounded sum of many rows can exceed 65504."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.is_cuda and a.dtype != wide:
-        return torch.mm(a, b, out_dtype=wide)
+        return wide_product(a, b)
     if a.dtype == torch.float16:
         a, b = a.to(wide), b.to(wide)
     return torch.mm(a, b).to(wide)
+
+
+def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b in fp32, without TF32 for fp32 factors whatever torch's switches say; into `out`, rows
+    of which may be apart."""
+    if not a.is_cuda:  # in Triton's interpreter; torch on a CPU knows no out_dtype
+        return torch.mm(a.float(), b.float(), out=out)
+    if a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    switches = torch.backends.cuda.matmul
+    kept, switches.fp32_precision = switches.fp32_precision, "ieee"
+    try:
+        return torch.mm(a, b, out=out)
+    finally:
+        switches.fp32_precision = kept
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:  # [V, D], [V, N], [N, D]

@@ -89,9 +89,9 @@ def _range_attention_dkv_kernel(
             v_ptr + key_head * stride_vh, begin, end, stride_v, E, BLOCK_N, BLOCK_E, EVEN_E)
         k_total = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
         v_total = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
-        for turn in range(2 * GROUP):  # each of the two ranges for each head of the group
-            head = key_head * GROUP + turn // 2
-            first, stop = load_range(ranges_ptr + turn % 2 * 2 * N, keys, inside, N)
+        for i in range(2 * GROUP):  # each of the two ranges for each head of the group
+            head = key_head * GROUP + i // 2
+            first, stop = load_range(ranges_ptr + i % 2 * 2 * N, keys, inside, N)
             low, high = interval(first, stop)
             for start in range(low, high, BLOCK_M):
                 rows = start + tl.arange(0, BLOCK_M)

@@ -15,7 +15,7 @@ from bwsft_kernels import _cross_entropy_triton as rows_triton
 from bwsft_kernels import _linear_cross_entropy_bwd_triton as grad_triton
 from bwsft_kernels import _linear_cross_entropy_fwd_triton as loss_triton
 from bwsft_kernels import _tuning, reference
-from bwsft_kernels._wide_product import wide_product
+from bwsft_kernels._matmul import wide_product
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, EPS, ROADS, taking
