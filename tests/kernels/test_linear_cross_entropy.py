@@ -127,6 +127,21 @@ def test_error_is_that_of_torch_in_the_same_dtype(n, d, v, dtype):
             assert error(own, true) <= 3 * error(other, true) + band
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_target_has_an_unrounded_logit(dtype):
+    """Rows sure of their target: their loss is small, and most of its error is the rounding of the
+    target's logit, ten times the others'."""
+    weight = torch.randn(300, 64, generator=torch.manual_seed(0)).to(dtype)
+    target = torch.arange(0, 300, 3)
+    x = (weight[target].double() * 0.2).to(dtype)  # target logits of about 13, others of about 1.6
+    options = dict(reduction="none")
+    own, _ = run(linear_cross_entropy, x, weight, target, **options)
+    truth, _ = run(naive_in_float64, x.double(), weight.double(), target, **options)
+    logits = F.linear(x, weight).float()
+    rounded = F.cross_entropy(logits, target, reduction="none")
+    assert error(own / truth, 1) < 0.2 * error(rounded / truth, 1)
+
+
 def naive_in_float64(x, weight, target, linear_bias=None):
     return F.cross_entropy(F.linear(x, weight, linear_bias), target, reduction="none")
 
