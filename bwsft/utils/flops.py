@@ -33,22 +33,18 @@ def flop_counter() -> FlopCounterMode:
 
 
 def _loss_flops(
-    x: torch.Size, weight: torch.Size, bias: object, target: torch.Size, *rest: object,
-    out_shape: tuple, **_: object,
+    x: torch.Size, weight: torch.Size, *_: object, out_shape: tuple, **__: object
 ) -> int:
     """Of linear_cross_entropy, from shapes: logits, and x's gradient where forward makes it."""
-    num_rows = rest[-5]
-    rows = out_shape[3][0] or (target[0] if num_rows is None else num_rows)
-    made = out_shape[2].numel() > 0
-    return 2 * rows * weight.numel() * (1 + made)
+    made = out_shape[1].numel() > 0
+    return 2 * x[0] * weight.numel() * (1 + made)
 
 
 def _loss_bwd_flops(
-    upstream: object, x: torch.Size, weight: torch.Size, bias: object, index: object,
-    grad_x: object, scale: torch.Size, *rest: object, **_: object,
+    upstream: object, x: torch.Size, weight: torch.Size, *rest: object, **_: object
 ) -> int:
     """Of its backward: the gradient of the head."""
-    return 2 * scale[0] * weight.numel() * rest[-1][1]
+    return 2 * x[0] * weight.numel() * rest[-1][1]
 
 
 @dataclass(frozen=True)

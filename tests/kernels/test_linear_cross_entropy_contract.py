@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bwsft_kernels import _cross_entropy_torch, linear_cross_entropy
-from bwsft_kernels._linear_cross_entropy_args import LossOptions, select_rows
+from bwsft_kernels._linear_cross_entropy_args import LossOptions
 from bwsft_kernels._linear_cross_entropy_sweep import finish, sweep
+from bwsft_kernels._select_rows import select_rows
 from transformers.modeling_outputs import BaseModelOutput
 
 N, D, V = 24, 6, 37
@@ -101,13 +102,19 @@ def test_num_rows_takes_the_head_of_the_list(reduction, excluded):
 def test_nothing_synchronizes_when_the_count_is_known():
     """On the meta device any read of a value raises."""
     x, weight, target = (t.detach().to("meta") for t in problem())
-    options = LossOptions("mean", num_rows=16, dtype=torch.float64)
-    rows = select_rows(target, torch.ones(N, device="meta"), None, options, V)
-    loss, swept = sweep(x, weight, None, rows, options, (True, True, False))
-    grads = finish(loss.sum(), x, weight, None, swept, options, (True, True, False))
-    assert [grad.shape for grad in grads[:2]] == [x.shape, weight.shape] and grads[2] is None
+    options = LossOptions(dtype=torch.float64)
+
+    def select(num_rows):
+        return select_rows(target, torch.ones(N, device="meta"), None, V, -100, None, True,
+                           num_rows, torch.float64, "torch")
+
+    rows = select(16)
+    loss, swept = sweep(x[:16], weight, None, rows.target, rows.weight, None, options,
+                        (True, True, False))
+    grads = finish(loss.sum(), x[:16], weight, None, swept, options, (True, True, False))
+    assert [grad.shape for grad in grads[:2]] == [(16, D), weight.shape] and grads[2] is None
     with pytest.raises((RuntimeError, NotImplementedError)):
-        select_rows(target, None, None, LossOptions("mean"), V)
+        select(None)
 
 
 LAYOUTS = {

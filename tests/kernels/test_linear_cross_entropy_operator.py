@@ -40,8 +40,11 @@ def assert_same(one, other):
 def test_opcheck(reduction, num_rows, chunk_bytes):
     x, weight, target, bias = problem()
     row_weight = torch.rand(T, generator=torch.manual_seed(1))
-    arguments = (x, weight, bias, target, row_weight, None, reduction, 0.1, -100, 20.0, None,
-                 num_rows, chunk_bytes, "torch", torch.float32, [True, True, True])
+    choice = (target, row_weight, None, V, -100, None, reduction == "mean", num_rows,
+              torch.float32, "torch")
+    torch.library.opcheck(OPS.linear_cross_entropy_rows.default, choice)
+    arguments = (x, weight, bias, target.clamp(min=0), row_weight, None, reduction == "none", 0.1,
+                 20.0, None, chunk_bytes, "torch", torch.float32, [True, True, True])
     torch.library.opcheck(OPS.linear_cross_entropy.default, arguments)
 
 

@@ -19,11 +19,10 @@ from ._linear_cross_entropy_args import (
     check_target,
     matmul_dtype,
     per_row,
-    rows_to_multiply,
-    select_rows,
 )
 from ._linear_cross_entropy_sweep import Swept, finish, head_bytes, losses, sweep
 from ._operator import operator
+from ._select_rows import select_rows
 
 
 def linear_cross_entropy(
@@ -62,55 +61,53 @@ def linear_cross_entropy(
     dtype = matmul_dtype(input, linear_weight, linear_bias)
     wide = torch.promote_types(dtype, torch.float32)
     smoothing = per_row(label_smoothing, "label_smoothing", target, wide)
-    tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
+    flat = target.reshape(-1)
+    rows = select_rows(
+        flat, per_row(row_weight, "row_weight", target, wide), smoothing, len(linear_weight),
+        -100 if ignore_index is None else ignore_index, excluded_id, reduction == "mean", num_rows,
+        wide, impl)
+    head = rows.of(input.reshape(-1, input.shape[-1])), linear_weight, linear_bias
     loss, *_ = _linear_cross_entropy(
-        *tensors, target.reshape(-1), per_row(row_weight, "row_weight", target, wide), smoothing,
-        reduction, 1.0 if smoothing is not None else float(label_smoothing),
-        -100 if ignore_index is None else ignore_index, softcap, excluded_id, num_rows,
-        chunk_bytes, impl, dtype, [tracked(tensor) for tensor in tensors])
-    return loss.view(target.shape) if reduction == "none" else loss
+        *head, rows.target, rows.weight, rows.of(smoothing), reduction == "none",
+        1.0 if smoothing is not None else float(label_smoothing), softcap, excluded_id,
+        chunk_bytes, impl, dtype, [tracked(tensor) for tensor in (input, *head[1:])])
+    return rows.spread(loss, flat.shape[0]).view(target.shape) if reduction == "none" else loss
 
 
 Outputs = tuple[Tensor | None, ...]
 
 
 def _fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [T]
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    target: Tensor, row_weight: Tensor, smoothing: Tensor | None,  # [N]
     *settings: object,
 ) -> Outputs:
     """(loss, then the fields of `Swept`); settings are LossOptions and which of x, weight and bias
     need a gradient."""
     options, needs = LossOptions(*settings[:-1]), settings[-1]
-    rows = select_rows(target, row_weight, smoothing, options, len(weight))
-    kept = [None] * len(Swept._fields)
-    if options.reduction == "none" or not any(needs):
-        loss = losses(x, weight, bias, rows, options)
+    rows, kept = (target, row_weight, smoothing), [None] * len(Swept._fields)
+    if options.by_row or not any(needs):
+        loss = losses(x, weight, bias, *rows, options)
     else:
-        loss, kept = sweep(x, weight, bias, rows, options, needs)
-    loss = loss * rows.weight
-    return rows.spread(loss, len(target)) if options.reduction == "none" else loss.sum(), *kept
+        loss, kept = sweep(x, weight, bias, *rows, options, needs)
+    loss = loss * row_weight
+    return loss if options.by_row else loss.sum(), *kept
 
 
 def _fwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None,
-    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None, *settings: object,
+    target: Tensor, row_weight: Tensor, smoothing: Tensor | None, *settings: object,
 ) -> Outputs:
     options, (need_x, need_weight, need_bias) = LossOptions(*settings[:-1]), settings[-1]
-    none = options.reduction == "none"
-    loss = x.new_empty(target.shape if none else (), dtype=options.wide)
-    if none or not (need_x or need_weight or need_bias):
+    size, head = x.shape[0], None
+    loss = x.new_empty(target.shape if options.by_row else (), dtype=options.wide)
+    if options.by_row or not (need_x or need_weight or need_bias):
         return loss, *[None] * len(Swept._fields)
-    index = head = None
-    if options.num_rows is not None:
-        size = rows_to_multiply(target, options.num_rows)
-        head = head_bytes(size, weight, options) if need_weight else None
-    else:  # the rows are counted on the device
-        dynamic = torch.library.get_ctx().new_dynamic_size
-        size, head = dynamic(), dynamic() if need_weight else None
-        index = target.new_empty(size, dtype=torch.int64)
+    if need_weight:
+        head = (head_bytes(size, weight, options) if isinstance(size, int)
+                else torch.library.get_ctx().new_dynamic_size())
     return (
-        loss, index, loss.new_empty(size, x.shape[1]) if need_x else None, loss.new_empty(size),
+        loss, loss.new_empty(x.shape) if need_x else None, loss.new_empty(size),
         None if head is None else loss.new_empty(head, dtype=torch.uint8),
         loss.new_empty(len(weight)) if need_bias else None,
     )
@@ -124,15 +121,15 @@ def _setup_context(ctx, inputs: tuple, output: Outputs) -> None:
 
 
 def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple:
-    """Gradients of x, weight and bias; upstream is a scalar, or [T] for "none"."""
+    """Gradients of x, weight and bias; upstream is a scalar, or [N] for "none"."""
     needs, grads = ctx.settings[-1], [None] * 3
     if upstream is not None:
         inputs, kept = ctx.saved_tensors[:6], Swept(*ctx.saved_tensors[6:])
         options = LossOptions(*ctx.settings[:-1])
-        if options.reduction == "none":
+        if options.by_row:
             grads = _none_bwd(upstream, *inputs, *ctx.settings)
         else:  # an operator returns empty tensors for None
-            here = options.num_rows is None, needs[0], True, *needs[1:]
+            here = needs[0], True, *needs[1:]
             kept = [t if there else None for t, there in zip(kept, here, strict=True)]
             grads = _bwd(upstream, *inputs[:3], *kept, *ctx.settings)
         grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
@@ -141,27 +138,24 @@ def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple:
 
 def _finish(
     upstream: Tensor,  # a scalar
-    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-    index: Tensor | None, grad_x: Tensor | None, scale: Tensor, head: Tensor | None,
-    grad_bias: Tensor | None,  # as in Swept
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    grad_x: Tensor | None, scale: Tensor, head: Tensor | None, grad_bias: Tensor | None,  # Swept
     *settings: object,
 ) -> Outputs:  # gradients of x, weight and bias
-    swept = Swept(index, grad_x, scale, head, grad_bias)
+    swept = Swept(grad_x, scale, head, grad_bias)
     return finish(upstream, x, weight, bias, swept, LossOptions(*settings[:-1]), settings[-1])
 
 
 def _sweep_with_upstream(
-    upstream: Tensor,  # [T]
-    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-    target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [T]
+    upstream: Tensor,  # [N]
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    target: Tensor, row_weight: Tensor, smoothing: Tensor | None,  # [N]
     *settings: object,
 ) -> Outputs:  # gradients of x, weight and bias
     options, needs = LossOptions(*settings[:-1]), settings[-1]
-    upstream = upstream.to(options.wide)
-    upstream = upstream if row_weight is None else row_weight * upstream
-    rows = select_rows(target, upstream, smoothing, options, len(weight))
-    _, swept = sweep(x, weight, bias, rows, options, needs)
-    return finish(upstream.new_ones(()), x, weight, bias, swept, options, needs)
+    row_weight = row_weight * upstream
+    _, swept = sweep(x, weight, bias, target, row_weight, smoothing, options, needs)
+    return finish(row_weight.new_ones(()), x, weight, bias, swept, options, needs)
 
 
 def _bwd_fake(
@@ -172,10 +166,10 @@ def _bwd_fake(
 
 
 HEAD = "Tensor x, Tensor weight, Tensor? bias"
-ROWS = "Tensor target, Tensor? row_weight, Tensor? smoothing"
+ROWS = "Tensor target, Tensor row_weight, Tensor? smoothing"
 SETTINGS = (
-    "str reduction, float smooth, int ignore_index, float? softcap, int? excluded_id, "
-    "SymInt? num_rows, int? chunk_bytes, str impl, ScalarType dtype, bool[] needs")
+    "bool by_row, float smooth, float? softcap, int? excluded_id, int? chunk_bytes, str impl, "
+    "ScalarType dtype, bool[] needs")
 _none_bwd = operator(
     "linear_cross_entropy_none_bwd",
     f"(Tensor upstream, {HEAD}, {ROWS}, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
@@ -183,12 +177,12 @@ _none_bwd = operator(
 )
 _bwd = operator(
     "linear_cross_entropy_bwd",
-    f"(Tensor upstream, {HEAD}, Tensor? index, Tensor? grad_x, Tensor scale, Tensor? head, "
+    f"(Tensor upstream, {HEAD}, Tensor? grad_x, Tensor scale, Tensor? head, "
     f"Tensor? grad_bias, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
     _finish, _bwd_fake,
 )
 _linear_cross_entropy = operator(
     "linear_cross_entropy",
-    f"({HEAD}, {ROWS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({HEAD}, {ROWS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd, _fwd_fake, _setup_context, _backward,
 )

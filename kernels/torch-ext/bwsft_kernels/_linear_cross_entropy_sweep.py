@@ -1,6 +1,6 @@
 """The loop of `linear_cross_entropy` over chunks of rows: losses, and gradients by the way.
 
-Letters: T rows of the input, N supervised rows, D hidden size, V vocabulary.
+Letters: N supervised rows, D hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,14 @@ from torch import Tensor
 
 from . import _cross_entropy_torch
 from ._dispatch import triton_implementation
-from ._linear_cross_entropy_args import LossOptions, SelectedRows
-from ._matmul import add_product_, no_autocast, plan_chunks, product
+from ._linear_cross_entropy_args import LossOptions
+from ._matmul import add_product_, no_autocast, plan_chunks, product, product_into
 
 
 class Swept(NamedTuple):
     """The gradients, as far as the forward pass makes them. With row_weight w, loss l and logits z,
     scale * g is d sum(w * l) / dz of each row."""
 
-    index: Tensor | None  # [N] into the T rows; None: the first N rows
     grad_x: Tensor | None  # [N, D]
     scale: Tensor  # [N]
     head: Tensor | None  # uint8: g of the one chunk, else the head's gradient, summed over chunks
@@ -36,23 +35,27 @@ def head_bytes(size: int, weight: Tensor, options: LossOptions) -> int:
 
 
 def losses(
-    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-    rows: SelectedRows, options: LossOptions,
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    target: Tensor, row_weight: Tensor, smoothing: Tensor | None,  # [N]
+    options: LossOptions,
 ) -> Tensor:  # [N]
     """Unweighted loss where no gradient is wanted: on a GPU without logits in memory."""
     kernels = triton_implementation(options.impl, x, "_linear_cross_entropy_fwd_triton")
     if kernels is None:
-        return sweep(x, weight, bias, rows, options, (False, False, False))[0]
-    x, weight, bias = _cast(options.dtype, rows.of(x), weight, bias)
+        none = False, False, False
+        return sweep(x, weight, bias, target, row_weight, smoothing, options, none)[0]
+    x, weight, bias = _cast(options.dtype, x, weight, bias)
+    smooth = options.smooth if smoothing is None else smoothing
     loss = kernels.head_loss(
-        x, weight, bias, rows.target, rows.smoothing, options.softcap, options.excluded_id,
+        x, weight, bias, target, smooth, options.softcap, options.excluded_id,
         options.budget(x.device, False))
-    return loss.masked_fill_(rows.weight == 0, 0)
+    return loss.masked_fill_(row_weight == 0, 0)
 
 
 def sweep(
-    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
-    rows: SelectedRows, options: LossOptions,
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    target: Tensor, row_weight: Tensor, smoothing: Tensor | None,  # [N]
+    options: LossOptions,
     needs: Sequence[bool],  # gradients of x, weight, bias
 ) -> tuple[Tensor, Swept]:  # [N]
     """(unweighted loss, 0 where the weight is; the gradients of sum(weight * loss)).
@@ -64,7 +67,7 @@ def sweep(
     road, split = _road(options.impl, x), triton_implementation(
         options.impl, x, "_linear_cross_entropy_bwd_triton")
     grad_input = split.grad_input if split else product
-    size, vocabulary = len(rows.target), len(weight)
+    size, vocabulary = len(x), len(weight)
     total = grad_bias = None
     with no_autocast(x.device):
         weight, bias = _cast(options.dtype, weight, bias)
@@ -76,14 +79,15 @@ def sweep(
             grad_bias = empty.new_zeros(vocabulary)
         scratch = torch.empty(
             chunks[0][1] if chunks else 0, per_row, dtype=torch.uint8, device=x.device)
-        row_weight, factor = _fit_range(rows.weight, options.dtype)
+        row_weight, factor = _fit_range(row_weight, options.dtype)
         parts = []  # (loss, grad_x, scale) of each chunk
         for start, stop in chunks:
             part = slice(start, stop)
-            (chunk,) = _cast(options.dtype, rows.of(x, part))
+            (chunk,) = _cast(options.dtype, x[part])
+            smooth = options.smooth if smoothing is None else smoothing[part]
             loss, g, scale = road.loss_and_grad(
-                chunk, weight, bias, rows.target[part], row_weight[part], rows.smooth(part),
-                options.softcap, options.excluded_id, scratch)
+                chunk, weight, bias, target[part], row_weight[part], smooth, options.softcap,
+                options.excluded_id, scratch)
             grad_x = grad_input(g, weight) if need_x else empty
             if need_x and scale is not None:
                 grad_x *= scale[:, None]
@@ -104,31 +108,25 @@ def sweep(
     head = None
     if need_weight:
         head = (scratch if total is None else total.view(torch.uint8)).view(-1)
-    return loss, Swept(rows.index, grad_x if need_x else None, scale, head, grad_bias)
+    return loss, Swept(grad_x if need_x else None, scale, head, grad_bias)
 
 
 def finish(
     upstream: Tensor,  # a scalar
-    x: Tensor, weight: Tensor, bias: Tensor | None,  # [T, D], [V, D], [V]
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
     swept: Swept, options: LossOptions, needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # [T, D], [V, D], [V]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # [N, D], [V, D], [V]
     """The gradients times `upstream`, in the dtypes of what they belong to, or None.
 
     Out of place: a second backward must find what was saved as it was.
     """
-    index, size = swept.index, len(swept.scale)
     upstream = upstream.to(options.wide)
     grad_x = grad_weight = grad_bias = None
     if needs[1]:
         with no_autocast(x.device):
-            chunk = x[:size] if index is None else x.index_select(0, index)
-            grad_weight = _grad_weight(upstream, chunk, weight, swept, options)
+            grad_weight = _grad_weight(upstream, x, weight, swept, options)
     if needs[0]:
-        grad_x = x.new_zeros(x.shape)
-        if index is None:
-            grad_x[:size] = swept.grad_x * upstream
-        else:
-            grad_x.index_copy_(0, index, (swept.grad_x * upstream).to(x.dtype))
+        grad_x = (swept.grad_x * upstream).to(x.dtype)
     if needs[2]:
         grad_bias = (swept.grad_bias * upstream).to(bias.dtype)
     return grad_x, grad_weight, grad_bias
@@ -150,10 +148,8 @@ def _grad_weight(
     (x,) = _cast(options.dtype, x)
     if options.dtype == torch.float16:  # sums of many rows can exceed 65504 before they are scaled
         return (product(g.t(), x) * (swept.scale[0] * upstream)).to(weight.dtype)
-    x = _scaled(x, swept.scale * upstream)
-    if options.dtype == weight.dtype:
-        return torch.mm(g.t(), x)
-    return product(g.t(), x).to(weight.dtype)
+    out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    return product_into(out, g.t(), _scaled(x, swept.scale * upstream))
 
 
 def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:

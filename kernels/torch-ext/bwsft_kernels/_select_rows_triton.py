@@ -1,6 +1,6 @@
 """The supervised rows of a loss in one launch: their choice, the checks and the weights.
 
-The Triton implementation of `select_rows` of _linear_cross_entropy_args.py. Letters: T rows of the
+The Triton implementation of _select_rows.py. Letters: T rows of the
 target, N rows that are multiplied, V vocabulary.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._device_triton import on_device
 from ._dispatch import checking
-from ._linear_cross_entropy_args import rows_to_multiply
+from ._select_rows import rows_to_multiply
 
 # One program reads all rows, a block at a time: 8,192 rows are 4 blocks, and no other program has
 # to be waited for.

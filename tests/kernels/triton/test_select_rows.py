@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from bwsft_kernels._linear_cross_entropy_args import LossOptions
-from bwsft_kernels._linear_cross_entropy_args import select_rows as in_torch
+from bwsft_kernels._select_rows import select_rows as in_torch
 from bwsft_kernels._select_rows_triton import BLOCK_T, select_rows
 
 V = 50
@@ -24,9 +23,8 @@ def rows(size, ignored=0.5, dtype=torch.int64, supervised=None):
 
 
 def assert_same(target, weight, num_rows=None, normalize=False, excluded_id=None):
-    options = LossOptions("mean" if normalize else "sum", excluded_id=excluded_id,
-                          num_rows=num_rows, impl="torch")
-    expected = in_torch(target, weight, None, options, V)
+    expected = in_torch(target, weight, None, V, -100, excluded_id, normalize, num_rows,
+                        torch.float32, "torch")
     index, *own, count = select_rows(target, weight, -100, V, excluded_id, normalize, num_rows)
     if num_rows is None:
         assert torch.equal(index, expected.index) and int(count) == len(index)
@@ -75,7 +73,8 @@ def test_what_is_refused_is_said_as_in_torch():
     for target, changed, message in cases:
         arguments = dict(excluded_id=None, num_rows=None) | changed
         with pytest.raises(ValueError, match=message):
-            in_torch(target, None, None, LossOptions("sum", impl="torch", **arguments), V)
+            in_torch(target, None, None, V, -100, normalize=False, dtype=torch.float32,
+                     impl="torch", **arguments)
         with pytest.raises(ValueError, match=message):
             select_rows(target, None, -100, V, normalize=False, **arguments)
     # A bad target that isn't supervised is nobody's business.

@@ -33,7 +33,7 @@ def train(impl, train_head, monkeypatch):
         used.update([name] if module else [])
         return module
 
-    for name in ("linear_cross_entropy_sweep", "linear_cross_entropy_args", "block_mask"):
+    for name in ("linear_cross_entropy_sweep", "select_rows", "block_mask"):
         monkeypatch.setattr(sys.modules[f"bwsft_kernels._{name}"], "triton_implementation", chosen)
     fields = {"n_kv_heads": 2, "vocab_size": 150, "mask_token_id": 149}
     backbone, batch = tiny_llada.backbone(torch.float32, **fields), Batch()
