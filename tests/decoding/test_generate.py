@@ -136,7 +136,8 @@ class Biased(torch.nn.Module):
         return self.weight, None
 
     def hidden_states(
-        self, ids, position_ids, cu_seqlens, context=None, *, max_length, wanted, mask=None
+        self, ids, position_ids, cu_seqlens, context=None, *, max_length, wanted, plan=None,
+        slots=None,
     ):
         if context is not None:
             owner = torch.zeros_like(ids)
@@ -145,7 +146,7 @@ class Biased(torch.nn.Module):
 
     def active_hidden_states(self, ids, span, cache, wanted=None):
         cache.seen(self.write(cache, cache.slots(span.positions(), span.repeats())))
-        cache.mask()
+        cache.plan(span.width)
         rows = ids if wanted is None else wanted
         return torch.ones(rows.numel(), 1, dtype=torch.float64)
 

@@ -48,7 +48,8 @@ def test_named_layouts(layout):
 
 
 def test_a_cache_with_a_row_that_sees_nothing():
-    plan = cache_plan(torch.tensor([[17, 24], [0, 40]]), 8, 40)
+    plan = cache_plan(torch.tensor([17] * 8 + [24] * 8 + [0] * 8 + [40] * 8),
+                      torch.tensor([0, 16, 32]), 40)
     cases.check_against_dense(plan, cases.tensors(plan, torch.float32, (4, 2)), "triton")
 
 
