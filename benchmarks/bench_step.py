@@ -8,7 +8,8 @@ the largest that fits naive), accumulated to --accumulate sequences: random weig
 shape, synthetic ids. `naive` is what the paper's released code does: padded batch, masks made by a
 Python loop, full logits, no pruning. cached_k4 draws four masks per context, block_causal
 supervises every block at once, in one noisy copy, a complementary pair of them or four (k4); its
-peer `dense` attends by a mask in place of ranges. A second table has responses of GSM8K's lengths, padded to 256 and packed.
+peer `dense` attends by a mask in place of ranges. A second table has responses of GSM8K's lengths,
+padded to 256 and packed.
 """
 
 import dataclasses

@@ -237,7 +237,9 @@ def prefix_plan(view: Packed, seen: list[int]) -> RangePlan:
     """The plan of packed tokens of which each sees so many of its sequence, from the left."""
     slots = view.max_length
     stops = upload(seen, view.ids.device)
-    owner = torch.repeat_interleave(view.cu_seqlens.diff().long(), output_size=len(seen))
+    owner = torch.searchsorted(
+        view.cu_seqlens[1:].long(), torch.arange(len(seen), device=stops.device), right=True
+    )
     plan = cache_plan(stops, view.cu_seqlens, slots)
     return plan.part(keys=owner * slots + view.position_ids)
 

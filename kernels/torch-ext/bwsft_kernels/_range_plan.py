@@ -160,7 +160,7 @@ def cache_plan(
     slot = torch.arange(count * slots, device=stops.device)
     firsts = torch.arange(count, device=stops.device) * slots
     sees = torch.searchsorted(order, slot + slot // slots, right=True)  # the first row that does
-    last = edges[1:].repeat_interleave(slots)
+    last = edges[1:, None].expand(-1, slots).flatten()
     no_query, no_key = torch.zeros_like(begins), torch.zeros_like(slot)
     return RangePlan(
         torch.stack((begins, begins + stops, no_query, no_query)).int(),
