@@ -3,6 +3,9 @@ float64, and gradients as a loop over blocks and copies gives them."""
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import tiny_llada
@@ -243,3 +246,40 @@ def test_the_formula_gives_the_counted_flops(grad):
         "block_causal", 8, 16, 4, draws=4, context_grad=grad
     )
     assert 2 * formula == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+LONG_STEP = """
+import json, resource
+from pathlib import Path
+import torch, tiny_llada, tiny_modes
+from bwsft.data.packing import CanvasLayout, Example, pack
+import bwsft
+
+fields = json.loads((Path(bwsft.__file__).parent / "tiny/config.json").read_text())
+names = ("d_model", "n_layers", "n_heads", "mlp_hidden_size", "vocab_size", "mask_token_id")
+net = tiny_llada.backbone(torch.float32, max_sequence_length=9216, **{n: fields[n] for n in names})
+layout = CanvasLayout(mask_id=fields["mask_token_id"], eos_id=0, canvas="fixed", block_size=32,
+                      gen_length=8192, max_length=9216)
+some = pack([Example(*(torch.full((n,), 7).numpy() for n in (1024, 8191)), 0)], layout)
+mode = tiny_modes.mode_of("block_causal", net.train(), draws=2, pairs=True, block_size=32,
+                          mask_id=fields["mask_token_id"])
+optimizer = torch.optim.AdamW(net.parameters())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+(loss,) = mode.losses(some, tiny_modes.PLACE)
+loss.total.backward()
+optimizer.step()
+assert int(loss.rows) == 8192
+print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_of_a_long_sequence_fits_in_four_gib():
+    """The debug model at 1,024 + 8,192 with a pair of copies: 25,600 rows, of which a mask alone
+    would take 655 MB, and its scores ten times as much."""
+    run = subprocess.run([sys.executable, "-c", LONG_STEP], capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert run.returncode == 0, run.stderr
+    before, peak = (int(n) * 1024 for n in run.stdout.split())
+    print(f"{before / 2**30:.2f} GiB before, {peak / 2**30:.2f} GiB at the peak")
+    assert peak < 4 * 2**30
