@@ -11,16 +11,14 @@ the inputs, and holds output and gradients.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from attention_roofline import Layout, allowed_pairs, flex_pairs, issued_pairs
 from bwsft_kernels import RangePlan, _tuning, range_attention, range_plan
 from lib import harness, output
+from lib.dense import Attend, dense, visible
 from torch import Tensor
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def make_inputs(plan: RangePlan, args: Namespace) -> list[Tensor]:
@@ -31,26 +29,6 @@ def make_inputs(plan: RangePlan, args: Namespace) -> list[Tensor]:
     tensors = [torch.randn(rows, number, args.width, dtype=args.dtype, device=args.device)
                for number in heads]
     return [x.requires_grad_(index < 3) for index, x in enumerate(tensors)]
-
-
-def visible(plan: RangePlan, query: Tensor, key: Tensor) -> Tensor:
-    """Whether a row of the plan sees another, for numbers of rows that broadcast."""
-    start, stop, own_start, own_stop = plan.query_ranges[:, query]
-    return ((key >= start) & (key < stop)) | ((key >= own_start) & (key < own_stop))
-
-
-def dense(plan: RangePlan, sequences: int) -> Attend:
-    """All sequences have one length: the packed rows are [S, L]."""
-    rows = torch.arange(plan.query_ranges.size(1), device=plan.query_ranges.device)
-    rows = rows.view(sequences, -1)
-    mask = visible(plan, rows[:, :, None], rows[:, None, :])[:, None]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-        q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(0, 1)
-
-    return attend
 
 
 def flex(plan: RangePlan) -> Attend:

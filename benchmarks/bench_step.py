@@ -7,8 +7,9 @@ All variants train the same sequences with the same adapters, in the same micro-
 the largest that fits naive), accumulated to --accumulate sequences: random weights in the official
 shape, synthetic ids. `naive` is what the paper's released code does: padded batch, masks made by a
 Python loop, full logits, no pruning. cached_k4 draws four masks per context, block_causal
-supervises every block at once, in one noisy copy, a complementary pair of them or four (k4). A
-second table has responses of GSM8K's lengths, padded to 256 and packed.
+supervises every block at once, in one noisy copy, a complementary pair of them or four (k4); its
+peer `dense` attends by a mask in place of ranges. A second table has responses of GSM8K's lengths,
+padded to 256 and packed.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 from lib import harness, models, output, shapes
-from lib.steps import MAX_LENGTH, MODES, Job, Variant, check, make_job, step_of
+from lib.steps import MAX_LENGTH, MODES, PEERS, Job, Variant, check, make_job, step_of
 
 from bwsft.config import OptimConfig
 from bwsft.models.backbone import Backbone
@@ -111,7 +112,7 @@ def job_of(
 def modes_of(args: Namespace, gen: int) -> Variants:
     """The variants of the first table."""
     job = job_of(args, [(args.prompt, gen)] * args.accumulate, args.batch, gen)
-    return {name: (MODES.get(name), job) for name in args.variants}
+    return {name: ((MODES | PEERS).get(name), job) for name in args.variants}
 
 
 def run_modes(args: Namespace, backbone: Backbone | None, gen: int) -> output.Point:
@@ -148,7 +149,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--accumulate", type=int, help="sequences a step: 32 (CPU 4), quick 8 (1)")
     parser.add_argument("--examples", type=int, help="examples of the padding table, likewise")
     parser.add_argument("--rank", type=int, help="LoRA rank; default: 256, or 16 on a CPU")
-    names = ["naive", *MODES]
+    names = ["naive", *MODES, *PEERS]
     parser.add_argument("--variants", nargs="+", choices=names, default=names)
     parser.add_argument("--count-only", action="store_true", help="FLOPs alone, of hollow weights")
     args = harness.parse(parser, argv, __file__)

@@ -1,5 +1,6 @@
 """One optimizer step of LLaDA with LoRA in every variant of bench_step.py, and its gate."""
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from bwsft_kernels.block_grid import BlockGrid
 from lib import harness, shapes
+from lib.dense import dense_masks
 from torch import Tensor
 
 from bwsft import presets
@@ -30,6 +32,7 @@ class Variant:
     context: str = "exact"
     draws: int = 1
     pairs: bool = False
+    dense: bool = False  # a mask in place of ranges
 
 
 MODES = {
@@ -40,6 +43,7 @@ MODES = {
     "block_causal_pair": Variant("block_causal", 2, pairs=True),
     "block_causal_k4": Variant("block_causal", 4),
 }
+PEERS = {"block_causal_pair_dense": Variant("block_causal", 2, pairs=True, dense=True)}
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,9 @@ def make_job(
 def mode_losses(backbone: Backbone, variant: Variant, job: Job, batch: Batch) -> Iterator[Tensor]:
     """The losses of one micro-batch, one for each draw."""
     place = Place(0, 0, batch.num_sequences, 0)
-    for loss in job.mode(backbone, variant).losses(batch, place):
-        yield loss.total
+    with dense_masks(batch.num_sequences) if variant.dense else contextlib.nullcontext():
+        for loss in job.mode(backbone, variant).losses(batch, place):
+            yield loss.total
 
 
 def naive_losses(backbone: Backbone, _: None, job: Job, batch: Batch) -> Iterator[Tensor]:
@@ -166,7 +171,7 @@ def check(backbone: Backbone, job: Job) -> str:
     other mode's loss is finite and of its size (random weights: near log V)."""
     losses, batch = {}, job.batches[0]
     with torch.no_grad():
-        for name, variant in MODES.items():
+        for name, variant in (MODES | PEERS).items():
             losses[name] = sum(float(t) for t in mode_losses(backbone, variant, job, batch))
         mode = job.mode(backbone, MODES["exact"])
         masked = mode.objective.mask(batch.to(job.device))
@@ -182,6 +187,9 @@ def check(backbone: Backbone, job: Job) -> str:
     if not abs(losses["exact"] - truth) <= bound * truth:
         return f"exact loss {losses['exact']} is not the full-logits loss {truth}"
     for name, loss in losses.items():
+        same = losses[name.removesuffix("_dense")]
+        if not abs(loss - same) <= bound * same:
+            return f"{name} loss {loss} is not that of ranges, {same}"
         if not 0.5 * truth < loss < 2 * truth:
             return f"{name} loss {loss} is far from the exact {truth}"
     return ""

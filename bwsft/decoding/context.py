@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from bwsft_kernels import RangePlan, cache_plan
 from torch import Tensor
 
 from bwsft.decoding.canvas import Canvas, Packed, span_of, upload
@@ -25,16 +26,11 @@ from bwsft.decoding.cuda_graphs import GraphedPasses, graphed
 from bwsft.decoding.finished import Finished
 from bwsft.decoding.plan import Planned
 from bwsft.models.backbone import Backbone
-from bwsft.models.kv_cache import ContextCache, Span, prefix_mask
+from bwsft.models.kv_cache import ContextCache, Span
 
 if TYPE_CHECKING:
     from bwsft.decoding.config import DecodeConfig
     from bwsft.models.verifier import Verifier
-
-
-# block_causal: a longer prompt is stored by a pass of its own. Beside a block it needs a mask of
-# its length squared, and attention under a mask is slower than the kernels that take none.
-LONG_PROMPT = 1024
 
 
 @dataclass
@@ -121,9 +117,6 @@ class DecodeContext:
         the others run their block alone."""
         stored, begins = self.finished.stored, self.finished.begins(planned)
         rows = range(len(planned))
-        family = self.model.family
-        if not any(stored) and (family.attention, family.clean_attention) == ("full", "block"):
-            self.store_long(canvas)
         enter, rest = ([i for i in rows if (stored[i] < begins[i]) == new] for new in (True, False))
         parts = []
         if enter:
@@ -134,17 +127,6 @@ class DecodeContext:
             parts.append((rest, self.block_pass(canvas, rest, planned, block)))
         return joined(parts, len(planned), block.width)
 
-    def store_long(self, canvas: Canvas) -> None:
-        """block_causal: store the long prompts, if there are any."""
-        prompts = [len(row.prompt) for row in canvas.rows]
-        if not (rows := [i for i, length in enumerate(prompts) if length > LONG_PROMPT]):
-            return
-        self.count(rows)
-        view = canvas.view(rows, [prompts[i] for i in rows])
-        hidden = self.model.fill(view, self.cache_of(rows), view.cu_seqlens[1:, None].long() - 1)
-        self.finished.note(rows, hidden)
-        self.finished.store(rows, [prompts[i] for i in rows])
-
     def entering_pass(
         self, canvas: Canvas, rows: list[int], begins: list[int], planned: Planned, block: Span
     ) -> Tensor:
@@ -152,18 +134,18 @@ class DecodeContext:
         them, those before `begins`, that are not stored yet."""
         self.count(rows)
         starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
-        visible = upload(self.finished.seen(rows, begins, stops), block.start.device)
+        seen = self.finished.seen(rows, begins, stops)
         cache, block = self.part(rows, block)
         if any(starts):
             span = span_of(starts, stops, block.start.device)
             wanted = span.places_of(block.shifted(self.model.family.logit_shift))
-            cache.show(visible, max(stops))
+            full = [own + own[-1:] * (span.width - len(own)) for own in seen]
+            cache.show(upload(full, block.start.device), max(stops))
             hidden = self.run_span(canvas, span, cache, wanted)
         else:  # the prompts, which may be of any length: packed
             view = canvas.view(rows, stops)
             wanted = self.model.predicting_rows(block.flat(view.cu_seqlens))
-            mask = prefix_mask(visible, view.max_length)
-            hidden = self.model.fill(view, cache, wanted, mask=mask)
+            hidden = self.model.fill(view, cache, wanted, prefix_plan(view, sum(seen, [])))
         if self.model.family.logit_shift:
             self.finished.note(rows, hidden.unflatten(0, (-1, block.width))[:, 0])
         return hidden
@@ -249,6 +231,17 @@ def show(cache: ContextCache, visible: list[int]) -> None:
         cache.show(most)
     else:
         cache.show(upload(visible, cache.visible.device), most)
+
+
+def prefix_plan(view: Packed, seen: list[int]) -> RangePlan:
+    """The plan of packed tokens of which each sees so many of its sequence, from the left."""
+    slots = view.max_length
+    stops = upload(seen, view.ids.device)
+    owner = torch.searchsorted(
+        view.cu_seqlens[1:].long(), torch.arange(len(seen), device=stops.device), right=True
+    )
+    plan = cache_plan(stops, view.cu_seqlens, slots)
+    return plan.part(keys=owner * slots + view.position_ids)
 
 
 def joined(parts: list[tuple[list[int], Tensor]], num_rows: int, width: int) -> Tensor:

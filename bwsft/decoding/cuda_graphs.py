@@ -72,7 +72,7 @@ class GraphedPasses:
         """As :meth:`Backbone.active_hidden_states`.
 
         What a pass sees grows block by block under block_causal; unless it is the whole cache the
-        recording reads all positions under a mask, so that one serves every block.
+        recording makes a plan of ranges from what is visible, so that one serves every block.
         """
         inputs = {"ids": ids, "start": span.start, "length": span.length, "visible": cache.visible}
         inputs |= {} if cache.rows is None else {"rows": cache.rows}

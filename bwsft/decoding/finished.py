@@ -2,9 +2,9 @@
 
 A token sees the tokens up to the end of its own block, so that the keys and values of a finished
 block are final. They are stored by the pass that enters the next block: the finished tokens and the
-[MASK]s of that block run together, the first block with its prompt unless that is long. Under a
-logit shift that pass also predicts the block's first token, from the last finished one, whose
-hidden state is kept for the steps to come.
+[MASK]s of that block run together, the first block with its prompt. Under a logit shift that pass
+also predicts the block's first token, from the last finished one, whose hidden state is kept for
+the steps to come.
 
 S sequences, W width of a span, D hidden size.
 """
@@ -54,11 +54,9 @@ class Finished:
         ]
 
     def seen(self, rows: list[int], begins: list[int], stops: list[int]) -> list[list[int]]:
-        """How many positions, from the left, each token sees that is not stored yet, from the rows'
-        active blocks, `begins` to `stops`, and before; a short row repeats its last."""
-        found = [self.seen_by(*row) for row in zip(rows, begins, stops, strict=True)]
-        width = max(map(len, found))
-        return [own + own[-1:] * (width - len(own)) for own in found]
+        """Of each row how many positions, from the left, each token sees that is not stored yet,
+        from the active block, `begins` to `stops`, and before."""
+        return [self.seen_by(*row) for row in zip(rows, begins, stops, strict=True)]
 
     def seen_by(self, row: int, begin: int, stop: int) -> list[int]:
         found, place = [], self.stored[row]

@@ -1,4 +1,7 @@
-"""Bidirectional attention over packed tokens, and the tables of RoPE.
+"""Attention over packed tokens, and the tables of RoPE.
+
+Whole sequences that see all of themselves take varlen flash attention, on a CPU padding inside
+attention; tokens that see ranges of keys take `range_attention`, without a mask.
 
 T packed tokens, S sequences, L the longest of them, H heads, K key/value heads, E head width.
 A model builds one layout per forward and hands it down its layers, so that no layer reads a
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bwsft_kernels import RangePlan, range_attention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,7 +29,7 @@ _FLASH_MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How the tokens of a [T, ...] tensor form whole sequences, and which keys a query may see.
+    """How the tokens of a [T, ...] tensor form whole sequences.
 
     ``slots`` [T] is each token's place in the padded [S * L] grid, None where tokens fill the grid
     in order. ``mask`` is boolean and broadcasts to [S, 1, L, L], True where attention is allowed.
@@ -50,11 +54,9 @@ class AttentionLayout:
         return x.unflatten(0, (self.num_sequences, self.max_length))
 
     def asked(self, wanted: Tensor) -> AttentionLayout:
-        """The layout in which only the tokens ``wanted`` [S, W] (indices) are queries."""
-        if _same_for_all(self.mask):
-            return self
-        places = wanted if self.slots is None else self.slots[wanted]
-        return replace(self, mask=_rows_of(self.mask, places, self.max_length))
+        """The layout in which only the tokens ``wanted`` [S, W] (indices) are queries. All of a
+        sequence see the same keys, in whatever has wanted ones."""
+        return self
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
@@ -83,27 +85,50 @@ class AttentionLayout:
 
 
 @dataclass(frozen=True)
+class RangeLayout:
+    """Packed tokens [T, ...] whose queries see the ranges of keys that a plan says. ``cu_seqlens``
+    [S + 1] are the sequences' boundaries; cache as in :class:`AttentionLayout`."""
+
+    plan: RangePlan
+    cu_seqlens: Tensor
+    cache: ContextCache | None = None
+    cache_slots: Tensor | None = None
+
+    def asked(self, wanted: Tensor) -> RangeLayout:
+        """As :meth:`AttentionLayout.asked`, the wanted ones rising."""
+        return replace(self, plan=self.plan.part(queries=wanted.flatten()))
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
+    ) -> Tensor:
+        """As :meth:`AttentionLayout.attend`."""
+        if self.cache is not None:
+            self.cache.write(layer, self.cache_slots, k, v)
+        return self.attention(q, k, v)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return range_attention(q, k, v, self.plan)
+
+
+@dataclass(frozen=True)
 class ActiveLayout:
-    """A rectangle of tokens [S * W, ...] against a context cache: they write their keys and values
-    into the flat slots ``cache_slots`` [S * W] and attend to what the cache shows, of that to what
-    ``mask`` [S, 1, 1 or W, slots] allows (None: all). ``slot_positions`` [S, slots] are the slots'
-    positions where those are not their numbers."""
+    """Tokens [T, ...] against a context cache: they write their keys and values into the flat slots
+    ``cache_slots`` [T] and attend to what the cache shows. Without a plan they are a rectangle
+    [S * W], and all see all that a pass reads; a plan says which slots each one sees. ``batch`` is
+    that of the tokens in the cache's slots, where those are not a sequence's positions in order."""
 
     cache: ContextCache
     cache_slots: Tensor
-    num_sequences: int
-    mask: Tensor | None
-    slot_positions: Tensor | None = None
-
-    def grid(self, x: Tensor) -> Tensor:
-        """[S * W, ...] -> [S, W, ...]."""
-        return x.unflatten(0, (self.num_sequences, -1))
+    plan: RangePlan | None
+    batch: Any = None
 
     def asked(self, wanted: Tensor) -> ActiveLayout:
         """As :meth:`AttentionLayout.asked`."""
-        if _same_for_all(self.mask):
+        if self.plan is None:
             return self
-        return replace(self, mask=_rows_of(self.mask, wanted, self.mask.size(2)))
+        first = torch.arange(len(wanted), device=wanted.device)[:, None]
+        width = self.plan.query_ranges.size(1) // len(wanted)
+        return replace(self, plan=self.cache.plan(wanted.size(1), wanted - first * width))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, width: int | None = None
@@ -114,26 +139,16 @@ class ActiveLayout:
         return self.against(q, *self.cache.write(layer, self.cache_slots, k, v))
 
     def against(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Queries [S * W, H, E] against a layer's buffers [S, slots, K, E]."""
-        keys, values = (self.cache.seen(x).transpose(1, 2) for x in (keys, values))
-        q = self.grid(q).transpose(1, 2)  # [S, H, W, E]
-        keys, values = _match_heads(q, keys, values)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
-        return out.transpose(1, 2).flatten(0, 1)
+        """Queries [T, H, E] against a layer's buffers [S, slots, K, E]."""
+        keys, values = (self.cache.seen(x) for x in (keys, values))
+        if self.plan is not None:
+            return range_attention(q, keys.flatten(0, 1), values.flatten(0, 1), self.plan)
+        q = q.unflatten(0, (len(keys), -1)).transpose(1, 2)  # [S, H, W, E]
+        keys, values = _match_heads(q, keys.transpose(1, 2), values.transpose(1, 2))
+        return F.scaled_dot_product_attention(q, keys, values).transpose(1, 2).flatten(0, 1)
 
 
-Layout = AttentionLayout | ActiveLayout
-
-
-def _same_for_all(mask: Tensor | None) -> bool:
-    """All queries of a sequence see the same keys."""
-    return mask is None or mask.size(2) == 1
-
-
-def _rows_of(mask: Tensor, places: Tensor, length: int) -> Tensor:
-    """Of a mask [S, 1, L, keys] the queries at ``places`` [S, W] of the grid [S * L]."""
-    first = torch.arange(len(places), device=places.device)[:, None] * length
-    return mask.take_along_dim((places - first)[:, None, :, None], dim=2)
+Layout = AttentionLayout | RangeLayout | ActiveLayout
 
 
 class _AttendActive(torch.autograd.Function):

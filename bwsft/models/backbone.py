@@ -10,10 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bwsft_kernels import linear_argmax, linear_cross_entropy
+from bwsft_kernels import RangePlan, linear_argmax, linear_cross_entropy
 from torch import Tensor, nn
 
-from bwsft.models.attention import ActiveLayout, Layout, compute_dtype, packed_layout, varlen_kernel
+from bwsft.models.attention import (
+    ActiveLayout,
+    Layout,
+    RangeLayout,
+    compute_dtype,
+    packed_layout,
+    varlen_kernel,
+)
 from bwsft.models.kv_cache import CacheShape, Context, ContextCache, Span
 
 
@@ -58,46 +65,44 @@ class Backbone(nn.Module):
     def hidden_states(
         self, ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor,
         context: ContextCache | None = None, *, max_length: int | None = None,
-        wanted: Tensor | None = None, mask: Tensor | None = None,
+        wanted: Tensor | None = None, plan: RangePlan | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Packed ids [T] -> [T, D] after the final norm.
 
         ``cu_seqlens`` [S + 1] holds the sequences' boundaries, ``position_ids`` [T] each token's
         position. ``context`` takes the keys and values of every layer. ``max_length``, the longest
         sequence where the caller knows it, saves a host read on CUDA. ``wanted`` [S, W]: only
-        these tokens come out, [S * W, D], and the last layer runs for them alone. ``mask``, boolean
-        [S, 1, L, L], says which key (last) a query may see. ``ValueError`` for a sequence beyond
-        ``family.max_positions``, and on a CPU for an id or position out of range (on CUDA the
-        embedding asserts on the device).
+        these tokens come out, [S * W, D], and the last layer runs for them alone. ``plan`` says
+        which ranges of the T tokens each one sees (wanted ones then rise); without it each sees its
+        sequence. ``slots`` [T] are flat ones of the context (default: by sequence and position).
+        ``ValueError`` for a sequence beyond ``family.max_positions``, and on a CPU for an id or
+        position out of range (on CUDA the embedding asserts on the device).
         """
         check_ids(ids, self.family.vocab_size)
-        kernel = self.varlen_kernel() if mask is None else None
-        layout = packed_layout(cu_seqlens, max_length, kernel)
-        check_positions(layout.max_length, position_ids, self.family.max_positions, mask)
-        if mask is not None:
-            layout = replace(layout, mask=mask)
+        if plan is None:
+            layout = packed_layout(cu_seqlens, max_length, self.varlen_kernel())
+            longest = layout.max_length
+        else:  # a sequence may hold copies at the same positions: those alone count
+            layout, longest = RangeLayout(plan, cu_seqlens), 0
+        check_positions(longest, position_ids, self.family.max_positions)
         if context is not None:
-            slots = context.packed_slots(cu_seqlens, position_ids)
+            if slots is None:
+                slots = context.packed_slots(cu_seqlens, position_ids)
             layout = replace(layout, cache=context, cache_slots=slots)
         return self.run_layers(ids, position_ids, layout, wanted)
 
     def active_hidden_states(
-        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None, *,
-        mask: Tensor | None = None, slot_positions: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, ids: Tensor, span: Span, cache: ContextCache, wanted: Tensor | None = None
+    ) -> Tensor:
         """Tokens of a span, ids [S, W], against the cached context -> [S * W, D] after the final
         norm. Without gradients their keys and values stay in the cache. ``wanted`` [S, W']:
-        indices into the S * W tokens, as in :meth:`hidden_states`. Where the span counts slots
-        whose positions are others (noisy copies), ``slot_positions`` [S, L] are these and ``mask``,
-        boolean [S, 1, L, L], says which slot (last) a slot may see."""
+        indices into the S * W tokens, as in :meth:`hidden_states`."""
         check_ids(ids, self.family.vocab_size)
-        positions = places = span.positions()
-        slots = cache.slots(places, span.repeats())
-        layout = ActiveLayout(cache, slots, len(ids), cache.mask(), slot_positions)
-        if slot_positions is not None:
-            positions = slot_positions.gather(1, places)
-            index = places[:, None, :, None].expand(-1, -1, -1, mask.shape[-1])
-            layout = replace(layout, mask=mask.gather(2, index))
+        positions = span.positions()
+        layout = ActiveLayout(
+            cache, cache.slots(positions, span.repeats()), cache.plan(span.width)
+        )
         return self.run_layers(ids.flatten(), positions.flatten(), layout, wanted)
 
     def run_layers(
@@ -173,11 +178,10 @@ class Backbone(nn.Module):
         ``num_rows``, called once the layers are on their way, gives its ``num_rows``.
         """
         if rows is None:
-            mask = getattr(batch, "mask", None)
+            planned = getattr(batch, "plan", None) is not None
             # What comes out is not used. (Of a canvas all does: with less, an adapter's dropout
             # would draw other numbers than in runs that were begun before.)
-            last = None if mask is None else batch.cu_seqlens[1:, None].long() - 1
-            self.fill(batch, context.cache, last, mask=mask)
+            self.fill(batch, context.cache, batch.ids.new_zeros(1, 1) if planned else None)
             return torch.zeros((), device=batch.ids.device)
         hidden, index = self._rows_of(batch, self.predicting_rows(rows), context)
         hidden = hidden.index_select(0, index)
@@ -192,28 +196,33 @@ class Backbone(nn.Module):
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
         """(hidden states, the indices [N] of the predicting ones in them)."""
         if context is None:
-            return self.hidden_states(**packed(batch), mask=getattr(batch, "mask", None)), rows
-        span = context.span.shifted(self.family.logit_shift)
-        index = span.index_of(rows, batch.cu_seqlens)
-        flat = span.flat(batch.cu_seqlens)
-        if context.cache is None:
-            mask = getattr(batch, "mask", None)
-            return self.hidden_states(**packed(batch), wanted=flat, mask=mask), index
-        copies = {name: getattr(batch, name, None) for name in ("mask", "slot_positions")}
-        return self.active_hidden_states(batch.ids[flat], span, context.cache, **copies), index
+            return self.hidden_states(**packed(batch)), rows
+        span, cache = context.span, context.cache
+        if isinstance(span, Span):
+            span = span.shifted(self.family.logit_shift)
+        index, flat = span.index_of(rows, batch.cu_seqlens), span.flat(batch.cu_seqlens)
+        if cache is None:
+            return self.hidden_states(**packed(batch), wanted=flat), index
+        if isinstance(span, Span):
+            return self.active_hidden_states(batch.ids[flat], span, cache), index
+        check_ids(batch.ids, self.family.vocab_size)
+        layout = ActiveLayout(cache, span.rows, batch.plan.part(queries=span.rows), batch)
+        return self.run_layers(batch.ids[span.rows], batch.position_ids[span.rows], layout), index
 
     @torch.no_grad()
     def fill(
-        self, batch: Any, cache: ContextCache, wanted: Tensor | None = None, *,
-        mask: Tensor | None = None,
+        self, batch: Any, cache: ContextCache, wanted: Tensor | None = None,
+        plan: RangePlan | None = None,
     ) -> Tensor:  # fmt: skip
         """Context pass: store every token's keys and values, and show them all. Returns hidden
-        states as :meth:`hidden_states`."""
+        states as :meth:`hidden_states`; ``plan`` replaces the batch's own."""
         lengths = batch.cu_seqlens.diff()
         longest = getattr(batch, "max_length", None)
         even = longest is not None and longest * len(lengths) == batch.ids.numel()
         cache.show(longest if even else lengths.long())
-        return self.hidden_states(**packed(batch), context=cache, wanted=wanted, mask=mask)
+        tokens = packed(batch)
+        tokens["plan"] = tokens["plan"] if plan is None else plan
+        return self.hidden_states(**tokens, context=cache, wanted=wanted)
 
 
 def active_module(module: nn.Module) -> nn.Module:
@@ -228,7 +237,8 @@ def active_module(module: nn.Module) -> nn.Module:
 def packed(batch: Any) -> dict[str, Any]:
     """A packed batch as arguments of :meth:`Backbone.hidden_states`."""
     found = {name: getattr(batch, name) for name in ("ids", "position_ids", "cu_seqlens")}
-    return found | {"max_length": getattr(batch, "max_length", None)}
+    more = ("max_length", "plan", "slots")
+    return found | {name: getattr(batch, name, None) for name in more}
 
 
 def check_context(family: Family, context: str) -> None:
@@ -253,12 +263,8 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_positions(
-    longest: int, position_ids: Tensor | None, max_positions: int, mask: Tensor | None = None
-) -> None:
-    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum. Under
-    a mask a sequence may hold copies at the same positions: there the positions alone count."""
-    longest = longest if mask is None else 0
+def check_positions(longest: int, position_ids: Tensor | None, max_positions: int) -> None:
+    """``ValueError`` if a sequence, or a position on the CPU, is beyond the model's maximum."""
     readable = not torch.compiler.is_compiling() and position_ids is not None
     if readable and position_ids.device.type == "cpu" and position_ids.numel():
         low, high = (int(i) for i in position_ids.aminmax())

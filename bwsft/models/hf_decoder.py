@@ -1,83 +1,74 @@
 """Any Hugging Face decoder (Qwen2, Llama, ...) made bidirectional, as a Backbone.
 
-The decoder runs as transformers wrote it, on padded sequences, under an explicit boolean 4-D mask:
-transformers hands such a mask to SDPA as it is and then drops the causal flag. Keys and values pass
-through its Cache API (after RoPE, as it stores them) into and out of our context cache.
+The layers run as transformers wrote them, on the packed tokens as one sequence of T: all they do
+but attention is token by token. Attention goes through transformers' own registry of attention
+functions to :mod:`bwsft.models.attention`, which keeps sequences apart, knows what a token may see,
+and records and reuses keys (after RoPE) and values.
 
-S sequences, T packed tokens, L the longest sequence, W tokens of a span, D hidden size, K key/value
-heads, E head width.
+S sequences, T packed tokens, D hidden size, H heads, K key/value heads, E head width.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import Cache
+from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
-from bwsft.models.attention import ActiveLayout, AttentionLayout, Layout
+from bwsft.models.attention import Layout
 from bwsft.models.backbone import Backbone, Family, active_module
-from bwsft.models.kv_cache import CacheShape, ContextCache
+from bwsft.models.kv_cache import CacheShape
 
+ATTENTION = "bwsft_range"
 # Factors on the logits that a head given as weight and bias cannot carry.
 _LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+# What some models ask of an attention function, and this one does not do.
+_FOREIGN = ("softcap", "s_aux", "head_mask", "position_bias")
 
 
-class _LayerCache(Cache):
-    """Hands the keys and values of every layer to the context cache of a layout, under the name by
-    which transformers' layers call a cache.
+class _Pass:
+    """What the attention of one forward needs: a layout for each layer. Not a dataclass: FSDP
+    copies those, and the calls would be counted in the copy."""
 
-    A context pass only writes them. In an active pass attention gets all that the cache reaches,
-    [S, K, reach, E].
-    """
-
-    def __init__(self, layout: Layout):
-        super().__init__(layers=[])
-        self.layout, self.updates = layout, 0
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.updates += 1
-        layout, context = self.layout, self.layout.cache
-        k, v = (_rows(x, context) for x in (key_states, value_states))
-        if isinstance(layout, AttentionLayout):
-            if layout.slots is not None:
-                k, v = k.index_select(0, layout.slots), v.index_select(0, layout.slots)
-            context.write(layer_idx, layout.cache_slots, k, v)
-            return key_states, value_states
-        if torch.is_grad_enabled():
-            # A copy of the layer's buffers, kept until backward: the context is a constant, the
-            # active tokens carry gradient, and no later draw can write into what backward reads.
-            buffers = (context.keys[layer_idx], context.values[layer_idx])
-            k, v = (
-                b.flatten(0, 1).index_copy(0, layout.cache_slots, x).view_as(b)
-                for b, x in zip(buffers, (k, v), strict=True)
-            )
-        else:
-            k, v = context.write(layer_idx, layout.cache_slots, k, v)
-        return context.seen(k).transpose(1, 2), context.seen(v).transpose(1, 2)
+    def __init__(self, layouts: list[Layout]) -> None:
+        self.layouts, self.calls = layouts, 0
 
 
-def _rows(states: Tensor, context: ContextCache) -> Tensor:
-    """[S, K, L, E] -> [S * L, K, E] in the buffers' dtype (under autocast RoPE widens keys)."""
-    return states.transpose(1, 2).flatten(0, 1).to(context.keys[0].dtype)
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, bwsft_pass: _Pass | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """An attention function of transformers: q [1, H, T, E], k and v [1, K, T, E] ->
+    [1, T, H, E]. The layouts say what a token sees; dropout is off here."""
+    if bwsft_pass is None:
+        raise ValueError(
+            "this model runs packed tokens: call its Backbone, or give it back its own attention "
+            'with model.set_attn_implementation("sdpa")'
+        )
+    if foreign := [name for name in _FOREIGN if options.get(name) is not None]:
+        raise ValueError(f"attention with {foreign[0]} is not supported")
+    bwsft_pass.calls += 1
+    width = query.shape[-1]
+    if scaling not in (None, width**-0.5):  # a layout's own is 1 / sqrt(E)
+        query = query * (scaling * width**0.5)
+    # Under autocast RoPE widens queries and keys.
+    rows = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    layer = module.layer_idx
+    return bwsft_pass.layouts[layer].attend(layer, *rows)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attend)
 
 
 class DecoderBackbone(Backbone):
     """The trainer's and sampler's view of a Hugging Face causal LM; :func:`new_decoder` builds it.
 
     ``wanted`` only picks tokens here: all layers run for the whole batch. Gradient checkpointing
-    is a flag of each layer, which transformers' own methods switch too. It covers passes without a
-    cache; an active pass is a few tokens and keeps its activations.
+    is a flag of each layer, which transformers' own methods switch too.
     """
 
     @property
@@ -85,37 +76,25 @@ class DecoderBackbone(Backbone):
         """Embedding, layers and final norm."""
         return self.base_model.base_model
 
-    def varlen_kernel(self) -> None:
-        return None
-
     def run_layers(
         self, ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None
     ) -> Tensor:
-        ids, position_ids = layout.grid(ids), layout.grid(position_ids)  # [S, L]
-        active, mask = isinstance(layout, ActiveLayout), layout.mask
-        if mask is None:  # transformers takes that for a causal mask, so "all" is written out
-            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-        keys = layout.cache.reach if active else layout.max_length
-        cache = None if layout.cache is None else _LayerCache(layout)
-        with contextlib.nullcontext() if cache is None else _activations_kept(self.decoder):
-            output = self.decoder(
-                input_ids=ids,
-                attention_mask=mask.expand(len(ids), 1, ids.shape[1], keys),
-                position_ids=position_ids,
-                use_cache=cache is not None,
-                **{_cache_argument(self.decoder): cache},
-            )
-        count = self.decoder.config.num_hidden_layers
-        if cache is not None and cache.updates != count:
+        layouts = self.layouts(layout, position_ids)
+        around = _Pass(layouts)
+        packed = {"input_ids": ids[None], "position_ids": position_ids[None]}
+        if hasattr(self.decoder.config, "use_cache"):
+            packed["use_cache"] = False
+        hidden = self.decoder(**packed, bwsft_pass=around).last_hidden_state[0]
+        if around.calls != len(layouts):
             raise ValueError(
-                f"{type(self.decoder).__name__} passed the keys and values of {cache.updates} of "
-                f"its {count} layers to the cache: use context=exact"
+                f"{type(self.decoder).__name__} leaves the attention of {around.calls} of its "
+                f"{len(layouts)} layers to attn_implementation: its model code is not supported"
             )
-        hidden = output.last_hidden_state.flatten(0, 1)
-        index = None if active else layout.slots
-        if wanted is not None:
-            index = wanted.flatten() if index is None else index[wanted.flatten()]
-        return hidden if index is None else hidden.index_select(0, index)
+        return hidden if wanted is None else hidden.index_select(0, wanted.flatten())
+
+    def layouts(self, layout: Layout, position_ids: Tensor) -> list[Layout]:
+        """That of each layer."""
+        return [layout] * self.decoder.config.num_hidden_layers
 
     def cache_shape(self) -> CacheShape:
         config = self.decoder.config
@@ -147,29 +126,9 @@ def checkpointed_layers(decoder: nn.Module) -> list[nn.Module]:
     return [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-@contextlib.contextmanager
-def _activations_kept(decoder: nn.Module) -> Iterator[None]:
-    """No gradient checkpointing inside: transformers drops the cache of a layer that it
-    checkpoints, with a warning only."""
-    layers = [m for m in checkpointed_layers(decoder) if m.gradient_checkpointing]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True
-
-
-def _cache_argument(decoder: nn.Module) -> str:
-    """``past_key_values``, which transformers 5.24 renamed to ``cache`` in most models."""
-    names = inspect.signature(decoder.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
-
-
 def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
-    """Make a causal LM of transformers bidirectional; its attention becomes SDPA, whose mask here
-    replaces the causal one, and its own dropout goes.
+    """Make a causal LM of transformers bidirectional, in place: its attention function changes, and
+    its own dropout goes.
 
     ``family.logit_shift`` is 1 for a model that keeps predicting the next token, 0 for one trained
     to predict in place. ``ValueError`` for a family or a model that this cannot serve.
@@ -195,7 +154,7 @@ def new_decoder(model: PreTrainedModel, family: Family) -> DecoderBackbone:
                 f"{family.vocab_size} token ids, the model {rows}"
             )
     without_dropout(model)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(ATTENTION)
     return DecoderBackbone(model, family)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from bwsft_kernels import RangePlan, cache_plan
 from torch import Tensor
 
 
@@ -71,12 +72,27 @@ class Span:
         return self if shift == 0 else replace(self, start=self.start - shift)
 
 
+@dataclass(frozen=True)
+class Listed:
+    """Any packed tokens in the place of a span: indices [W], each above the one before it."""
+
+    rows: Tensor
+
+    def flat(self, cu_seqlens: Tensor) -> Tensor:
+        """[1, W], as :meth:`Span.flat`."""
+        return self.rows[None]
+
+    def index_of(self, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """As :meth:`Span.index_of`."""
+        return torch.searchsorted(self.rows, rows).clamp(max=len(self.rows) - 1)
+
+
 @dataclass
 class Context:
-    """What a backbone's forward needs beside the batch: the active span, and the cache of its
+    """What a backbone's forward needs beside the batch: the active tokens, and the cache of their
     context (None: exact, the context is recomputed with autograd)."""
 
-    span: Span
+    span: Span | Listed
     cache: ContextCache | None = None
 
 
@@ -172,20 +188,19 @@ class ContextCache:
         return self.length + 1 if self.most is None else self.most
 
     def seen(self, buffer: Tensor) -> Tensor:
-        """The part of a layer's keys or values that a pass reads, [S, reach, K, E]."""
-        buffer = buffer[:, : self.reach]
-        return buffer if self.rows is None else buffer.index_select(0, self.rows)
+        """The part of a layer's keys or values that a pass reads, [S, slots, K, E]."""
+        if self.rows is not None:
+            return buffer[:, : self.reach].index_select(0, self.rows)
+        return buffer if self.even is None else buffer[:, : self.even]
 
-    def mask(self) -> Tensor | None:
-        """Boolean [S, 1, 1 or W, reach]: slots that an active token sees; None: all of them."""
+    def plan(self, width: int, tokens: Tensor | None = None) -> RangePlan | None:
+        """Which of the slots of :meth:`seen` each token of a rectangle [S * width] sees; None: all.
+        ``tokens`` [S, width]: which of those that `visible` counts for they are."""
         if self.even is not None:
             return None
         visible = self.visible if self.visible.ndim == 2 else self.visible[:, None]
-        return prefix_mask(visible, self.reach)
-
-
-def prefix_mask(visible: Tensor, length: int) -> Tensor:
-    """Boolean [S, 1, W, length], True where a query may see a key: each of the W sees so many,
-    `visible` [S, W], from the left."""
-    key = torch.arange(length, device=visible.device)
-    return (key < visible[:, :, None])[:, None]
+        if tokens is not None and visible.size(1) > 1:
+            visible = visible.gather(1, tokens)
+        edges = torch.arange(len(visible) + 1, device=visible.device) * width
+        slots = self.length + 1 if self.rows is None else self.reach
+        return cache_plan(visible.expand(-1, width).flatten(), edges, slots)

@@ -5,14 +5,13 @@ S sequences, W tokens of a span, D hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bwsft.models.attention import ActiveLayout
 from bwsft.models.backbone import Family
 from bwsft.models.hf_decoder import DecoderBackbone, new_decoder
 from bwsft.models.kv_cache import ContextCache, Span
@@ -36,11 +35,8 @@ class Verifier:
     def causal_states(self, ids: Tensor, span: Span, cache: ContextCache) -> Tensor:
         """Tokens of a span, ids [S, W], each after the cached positions before it -> [S * W, D].
         Their keys and values stay in the cache."""
-        positions = span.positions()
-        slots = cache.slots(positions, span.repeats())
-        mask = torch.arange(cache.reach, device=ids.device) <= positions[..., None]  # [S, W, reach]
-        layout = ActiveLayout(cache, slots, len(ids), mask[:, None])
-        return self.decoder.run_layers(ids.flatten(), positions.flatten(), layout)
+        seen = replace(cache, visible=span.positions() + 1, even=None)
+        return self.decoder.active_hidden_states(ids, span, seen)
 
 
 def new_verifier(model: PreTrainedModel, name: str = "") -> Verifier:

@@ -183,7 +183,7 @@ class BlockCausal(ContextMode):
         mode = self if self.size_at is None else self.in_blocks_of(self.size_at(place.step))
         draw = mode.laid_out(batch, list(mode.objective.draws(batch, place, mode.predict)))
         draw = mode.with_clean_rows(batch, draw) if mode.ar_weight else draw
-        context = mode.live(draw) if mode.context_grad else mode.clean_pass(batch, draw.noisy)
+        context = mode.live(draw) if mode.context_grad else mode.clean_pass(draw.noisy)
         yield Loss(mode.loss_of(draw, context), draw.num_rows, draw.region)
 
     def in_blocks_of(self, size: int) -> BlockCausal:
@@ -228,19 +228,16 @@ class BlockCausal(ContextMode):
     def live(self, draw: Draw) -> Context | None:
         """The copies as the tokens that come out of the last layer, which gives of the clean rows
         keys and values alone; None where clean rows predict the first tokens of blocks."""
-        return None if self.shift else Context(draw.noisy.span)
+        return None if self.shift else Context(draw.noisy.noisy)
 
     @torch.no_grad()
-    def clean_pass(self, batch: Batch, one: OnePass) -> Context:
+    def clean_pass(self, one: OnePass) -> Context:
         """The keys and values of the clean rows as constants, with room for those of the copies,
         which are the active tokens."""
-        none = batch.ids.new_empty(0, len(batch.ids))
-        clean = one_pass(batch, none, self.grid, self.prompt_blocks)
         inner = getattr(self.backbone, "module", self.backbone)  # inside DDP
         with self.autocast():
-            context = Context(one.span, inner.new_cache(batch.num_sequences, one.max_length))
-            self.backbone(clean.to(self.device), None, None, None, context)
-        context.cache.show(one.max_length)
+            context = Context(one.noisy, inner.new_cache(1, len(one.ids) - 1))
+            self.backbone(one.clean, None, None, None, context)
         return context
 
 

@@ -5,19 +5,22 @@ A multiply-add is two. In the formulas half of the tokens that can be masked are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import bwsft_kernels  # noqa: F401 its operators
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
 def flop_counter() -> FlopCounterMode:
     """Count the FLOPs of matmuls and attention inside a `with`; get_total_flops() afterwards.
 
-    Attention on a CPU, which torch leaves out, is counted too; a mask saves nothing. Triton kernels
-    are not seen: on CUDA the head is missing. Of fake tensors, whose supervised rows nobody can
-    count, all rows of the head are.
+    Attention on a CPU, which torch leaves out, is counted too; a mask saves nothing, a plan of
+    ranges what it leaves out. Triton kernels are not seen: on CUDA the head is missing. Of fake
+    tensors, whose supervised rows nobody can count, all rows of the head are.
     """
     ops = torch.ops.bwsft_kernels
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -25,11 +28,25 @@ def flop_counter() -> FlopCounterMode:
     formulas = {
         forward: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
         backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+        ops.range_attention: _range_flops(2),
+        ops.range_attention_bwd: _range_flops(5),
         ops.linear_argmax: lambda x, weight, *_, **__: 2 * x[0] * weight.numel(),
         ops.linear_cross_entropy: _loss_flops,
         ops.linear_cross_entropy_bwd: _loss_bwd_flops,
     }
     return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def _range_flops(products: int) -> Callable[..., int]:
+    """Of range_attention: so many products of every query with the keys that it sees."""
+
+    def count(q: Tensor, *args: Any, **_: Any) -> int:
+        ranges = next(x for x in args if x.dtype == torch.int32)  # of queries
+        pairs = (ranges[1::2] - ranges[::2]).clamp(min=0).sum()
+        return 2 * products * int(pairs) * q.size(1) * q.size(2)
+
+    count._get_raw = True  # torch's word for tensors in place of their shapes
+    return count
 
 
 def _loss_flops(

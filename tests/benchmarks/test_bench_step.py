@@ -11,7 +11,7 @@ from lib import steps
 TINY = "--size tiny --prompt 8 --gen 16 --block 4 --rank 2 --examples 2 --accumulate 2".split()
 CPU = torch.device("cpu")
 NAMES = ["naive", "exact", "cached_k1", "cached_k4", "block_causal",
-         "block_causal_pair", "block_causal_k4"]
+         "block_causal_pair", "block_causal_k4", "block_causal_pair_dense"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,8 @@ def test_last_line_and_file(capsys, tmp_path):
                 for r in modes["results"][:-1]}
     assert per_step == pytest.approx(
         {"naive": 4, "exact": 4, "cached_k1": 4, "cached_k4": 16, "block_causal": 16,
-         "block_causal_pair": 32, "block_causal_k4": 64})
+         "block_causal_pair": 32, "block_causal_k4": 64,
+         "block_causal_pair_dense": 32})
     flops = {r["name"]: r["flops"] for r in padding["results"]}
     assert flops["naive"] > flops["exact_padded"] > flops["exact_fixed"] > flops["exact_packed"]
 

@@ -264,19 +264,6 @@ def test_every_option_equals_the_slow_decoder(case):
     assert not seen & {MASK, *config.banned_ids} and len(seen) > 3
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_long_prompts_are_stored_by_a_pass_of_their_own(shift, monkeypatch):
-    model, prompts = model_of(0, logit_shift=shift), prompts_of(0, (5, 1, 8))
-    config = config_of(4, 3, context="block_causal", rule="threshold", batch_size=3)
-    results = [generate(model, prompts, config, trace=True)]
-    monkeypatch.setattr("bwsft.decoding.context.LONG_PROMPT", 4)
-    results.append(generate(model, prompts, config, trace=True))
-    for together, alone, extra in zip(*results, (1, 0, 1), strict=True):
-        assert (together.tokens, together.passes + extra) == (alone.tokens, alone.passes)
-        for a, b in zip(together.trace, alone.trace, strict=True):
-            assert a[:3] == b[:3] and a.confidence == pytest.approx(b.confidence, rel=1e-9)
-
-
 @pytest.mark.parametrize("rule", [{}, {"rule": "threshold"}], ids=["quota", "threshold"])
 @pytest.mark.parametrize("context", MODES)
 def test_given_tokens_stay_and_shape_the_answer(context, rule):

@@ -69,6 +69,9 @@ model_of = partial(tiny_decoding.model_of, ends=1.0)
 @pytest.fixture
 def recorder(monkeypatch):
     found = Recorder()
+    # Of range_attention the tape sees the operator, as a GPU sees its kernel: its body here makes
+    # calls that depend on the plan.
+    monkeypatch.setattr("bwsft_kernels._operator.recorded", lambda: True)
     monkeypatch.setattr(decode_context, "graphed", lambda model: GraphedPasses(model, found))
     return found
 
@@ -109,7 +112,8 @@ def test_one_recording_serves_every_block(context, recordings, recorder, monkeyp
     """Of rows that stay to the end, and from the second time on. The suffix of `prefix` gets
     shorter block by block; in block_causal the pass that enters a block has its own shapes, and the
     last block sees the whole cache, which needs no mask."""
-    monkeypatch.setattr("bwsft.models.backbone.check_ids", lambda *ids: None)  # on a CPU alone
+    for check in ("bwsft.models.backbone.check_ids", "bwsft_kernels._range_plan.require"):
+        monkeypatch.setattr(check, lambda *_: None)  # they read on a CPU alone
     config = DecodeConfig(16, 4, context=context, stop_at_end=False, graphs=True)
     generate(model_of(), [[3, 4, 5], [7] * 3], config)
     assert recorder.recorded == recordings

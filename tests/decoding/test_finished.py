@@ -7,13 +7,12 @@ import itertools
 import pytest
 import tiny_hf
 import torch
+from block_masks import block_causal_mask, clean_numbers
 from bwsft_kernels.block_grid import BlockGrid
 from tiny_hf import float64  # noqa: F401 - every test here runs in float64
 
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.models.block_masks import block_causal_mask
-from bwsft.training.block_causal import clean_numbers
 
 PROMPTS = [[7, 9, 11, 4, 30], [12], [5, 6, 7, 8, 40, 41, 42, 43], [9, 33, 20]]
 RULES = {"quota": {"steps": 8}, "threshold": {"rule": "threshold", "threshold": 0.08}}
@@ -44,7 +43,7 @@ def assert_plain(slow, family, prompt, canvas, result, config):
         active = numbers[len(prompt) + commits[0].position]
         stop = int((numbers <= active).sum())
         assert (ids[:stop][numbers[:stop] < active] != family.mask_id).all()
-        mask = block_causal_mask(numbers[None, :stop])
+        mask = block_causal_mask(numbers[:stop])[None, None]
         if family.clean_attention == "causal":
             clean = numbers[:stop] < active
             mask[..., clean, :] = mask[..., clean, :] & (torch.arange(stop) <= clean.nonzero())

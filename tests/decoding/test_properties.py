@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from block_masks import block_causal_mask, masked_states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_decoding import MASK, MODES, bounds_of, history, model_of, prompts_of
@@ -108,10 +109,8 @@ def uncached(model, prompt, config, origin):
     number = torch.zeros(len(x), dtype=torch.long)
     for k, (start, stop) in enumerate(bounds, 1):
         number[start:stop] = k
-    mask = (number[:, None] >= number[None])[None, None]
     for turn in config.method.plan(first, origin):
-        cu = torch.tensor([0, len(x)])
-        hidden = model.hidden_states(x, torch.arange(len(x)), cu, mask=mask)
+        hidden = masked_states(model, x, block_causal_mask(number))
         p = (hidden @ model.head()[0].T).softmax(-1)
         choice = p.clone()
         choice[:, MASK] = -1

@@ -60,19 +60,42 @@ def test_gradcheck(clean):
     assert torch.autograd.gradcheck(lambda *x: range_attention(*x, plan, scale=0.7), leaves)
 
 
+@FEW
+@given(layout=cases.layouts(), data=st.data())
+def test_a_part_of_a_plan(layout, data):
+    """Some queries and keys see each other as they did among all rows, gradients included."""
+    plan, rows = range_plan(**layout)
+    count = len(rows.position)
+    one = st.integers(0, count - 1) if count else st.nothing()
+    queries, keys = (
+        torch.tensor(sorted(data.draw(some)), dtype=torch.int64)
+        for some in (st.lists(one), st.sets(one)))  # queries may come again
+    part = plan.part(queries, keys)
+    seen = cases.mask_of(plan.query_ranges, count)[queries][:, keys]
+    assert torch.equal(cases.mask_of(part.query_ranges, len(keys)), seen)
+    assert torch.equal(cases.mask_of(part.key_ranges, len(queries)), seen.t())
+    assert rows_in_tiles(part.query_tiles) == list(range(len(queries)))
+    assert rows_in_tiles(part.key_tiles) == list(range(len(keys)))
+    cases.check_against_dense(part, cases.tensors(part, torch.float64), "torch")
+
+
 def test_a_cache():
-    """A block of 2 after 3 and after 5 tokens; then a finished block and the one after it."""
-    one = cache_plan(torch.tensor([[5], [7]]), 2, 8)
-    assert one.query_ranges[:2].T.tolist() == [[0, 5]] * 2 + [[8, 15]] * 2
-    both = cache_plan(torch.tensor([[5, 7], [0, 8]]), 2, 8)
-    assert both.query_ranges[1].tolist() == [5, 5, 7, 7, 8, 8, 16, 16]
-    for plan in (one, both):
-        seen = cases.mask_of(plan.query_ranges, 16)
+    """A block of 2 after 3 and after 5 tokens; then ragged: a finished block and the one after it,
+    a prompt, a row that sees nothing."""
+    even = cache_plan(torch.tensor([5, 5, 7, 7]), torch.tensor([0, 2, 4]), 8)
+    assert even.query_ranges[:2].T.tolist() == [[0, 5]] * 2 + [[8, 15]] * 2
+    ragged = cache_plan(
+        torch.tensor([5, 5, 7, 7, 3, 3, 3, 0, 8]), torch.tensor([0, 4, 7, 7, 9]), 8)
+    assert ragged.query_ranges[1].tolist() == [5, 5, 7, 7, 11, 11, 11, 24, 32]
+    for plan in (even, ragged):
+        keys = plan.key_ranges.size(1)
+        seen = cases.mask_of(plan.query_ranges, keys)
         assert torch.equal(cases.mask_of(plan.key_ranges, len(seen)), seen.t())
-        assert rows_in_tiles(plan.key_tiles) == list(range(16))
+        assert rows_in_tiles(plan.key_tiles) == list(range(keys))
+        assert rows_in_tiles(plan.query_tiles) == list(range(len(seen)))
         cases.check_against_dense(plan, cases.tensors(plan, torch.float32), "torch")
-    q, k, v, _ = cases.tensors(both, torch.float32)
-    assert not range_attention(q, k, v, both)[4:6].any()  # they see nothing
+    q, k, v, _ = cases.tensors(ragged, torch.float32)
+    assert not range_attention(q, k, v, ragged)[7].any()  # it sees nothing
 
 
 def test_the_state_of_a_layer():
@@ -132,9 +155,9 @@ REFUSED = [
     ("one entry for each", lambda: range_plan(torch.tensor([1, 2]), LENGTHS[1], 4)),
     ("a length is negative", lambda: range_plan(-LENGTHS[0], LENGTHS[1], 4)),
     ("the batch has 11", lambda: range_plan(*LENGTHS, 4, rows=12)),
-    ("stops must rise", lambda: cache_plan(torch.tensor([[4, 3]]), 2, 8)),
-    ("stops must rise", lambda: cache_plan(torch.tensor([[9]]), 2, 8)),
-    ("stops must be integers", lambda: cache_plan(torch.tensor([9]), 2, 8)),
+    ("stops must rise", lambda: cache_plan(torch.tensor([4, 3]), torch.tensor([0, 2]), 8)),
+    ("stops must rise", lambda: cache_plan(torch.tensor([9]), torch.tensor([0, 1]), 8)),
+    ("stops must be integers", lambda: cache_plan(torch.tensor([[9]]), torch.tensor([0, 1]), 8)),
 ]
 
 

@@ -12,6 +12,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from block_masks import masked_states
 from tiny_folders import SHAPE
 from tiny_modes import PLACE
 from tiny_runs import resumed
@@ -436,11 +437,9 @@ def full_logits(backbone, ids):
     """Whole logits of one sequence, under full attention (SDAR: from block to block)."""
     number = torch.arange(len(ids)) // B
     blocks = number[:, None] >= number
-    mask = blocks[None, None] if backbone.family.attention == "block_causal" else None
-    place, edges = torch.arange(len(ids)), torch.tensor([0, len(ids)])
-    hidden = backbone.hidden_states(ids, place, edges, mask=mask)
-    sees = torch.ones_like(blocks) if mask is None else blocks
-    return F.linear(hidden, *backbone.head()), place, sees
+    sees = blocks if backbone.family.attention == "block_causal" else torch.ones_like(blocks)
+    hidden = masked_states(backbone, ids, sees)
+    return F.linear(hidden, *backbone.head()), torch.arange(len(ids)), sees
 
 
 LORA = c.LoraConfig(rank=2, alpha=8, dropout=0.0)

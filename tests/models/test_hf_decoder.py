@@ -6,7 +6,18 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_hf import DECODER, FAMILY, TIGHT, assert_same_gradients, backbone, reference
+from block_masks import block_causal_mask
+from bwsft_kernels import range_plan
+from tiny_hf import (
+    DECODER,
+    FAMILY,
+    TIGHT,
+    assert_same_gradients,
+    backbone,
+    logits,
+    plain,
+    reference,
+)
 from tiny_hf import float64 as float64  # a fixture
 from tiny_packed import (
     EOS,
@@ -40,15 +51,27 @@ def test_llama_packed_equals_each_sequence_alone_and_is_bidirectional():
     assert (change[:13] > 1e-6).all() and (change[13:] < 1e-12).all()
 
 
-def test_mask_equals_separate_forwards():
+def test_a_plan_equals_separate_forwards():
     """Each block sees itself and those before it."""
     model, batch = backbone("qwen2"), packed((8, 8))
     block = torch.arange(8) // 3
-    mask = block[:, None] >= block
+    plan, rows = range_plan(torch.tensor([0, 0]), torch.tensor([8, 8]), 3)
+    clean = (rows.copy == 0).nonzero()[:, 0]
     with torch.no_grad():
-        got = full(model, batch, mask=mask.expand(2, 1, 8, 8))
+        got = full(model, batch, plan=plan.part(clean, clean))
+        mask = block_causal_mask(block)
         expected = torch.cat([reference(model, ids, mask) for ids in batch.ids.split(8)])
     torch.testing.assert_close(got, expected, **TIGHT)
+
+
+def test_attention_has_the_models_own_scale():
+    """As in Granite: not 1 / sqrt(E)."""
+    slow, net, ids = plain("qwen2"), backbone("qwen2"), packed((9,)).ids
+    for layer in (*slow.model.layers, *net.decoder.layers):
+        layer.self_attn.scaling = 0.9
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+    expected = slow(input_ids=ids[None], attention_mask=mask).logits[0]
+    torch.testing.assert_close(logits(net, full(net, batch_of(ids))), expected, **TIGHT)
 
 
 def test_a_pass_over_some_rows_of_a_larger_cache():
@@ -131,3 +154,13 @@ def test_what_it_cannot_serve_is_refused():
         new_decoder(Qwen2ForCausalLM(sliding), FAMILY)
     with pytest.raises(ValueError, match="a sequence needs 65 positions"):
         full(new_decoder(model, FAMILY), packed((65,)))
+    with pytest.raises(ValueError, match="call its Backbone"):
+        model(input_ids=torch.tensor([[3, 4]]))
+    model.model.layers[1].self_attn.config = Qwen2Config(**DECODER, attn_implementation="eager")
+    with pytest.raises(ValueError, match="the attention of 1 of its 2 layers"):
+        full(new_decoder(model, FAMILY), packed((5,)))
+    capped = backbone("qwen2")
+    capped.decoder.register_forward_pre_hook(
+        lambda module, args, options: (args, options | {"softcap": 30.0}), with_kwargs=True)
+    with pytest.raises(ValueError, match="attention with softcap"):
+        full(capped, packed((5,)))

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from bwsft_kernels import range_plan
+from range_cases import mask_of
 from tiny_hf import ENCODERS, FAMILY, TIGHT, WINDOW, backbone, logits, plain
 from tiny_hf import float64 as float64  # a fixture
 from tiny_packed import (
@@ -46,17 +48,13 @@ def test_the_transform_runs_for_the_wanted_tokens_alone(name):
 
 
 @torch.no_grad()
-def test_a_mask_applies_to_local_layers_too(name):
+def test_a_plan_applies_to_local_layers_too(name):
     """Against a plain run under the mask that says both, per kind of layer; the noisy copy of a
     block stands at its block's positions, not where it is in the sequence."""
     model, reference = backbone(name), plain(name)
-    length, block = 13, torch.arange(13) // 4
-    ids = packed((length + 4,)).ids
-    positions = torch.cat([torch.arange(length), torch.arange(4, 8)])
-    number = torch.cat([block, torch.tensor([-1] * 4)])
-    clean = (number[:, None] >= number) & (number >= 0) & (number[:, None] >= 0)
-    noisy = (number[:, None] < 0) & ((number < 0) | (number == 0))
-    mask = (clean | noisy)[None, None]
+    plan, rows = range_plan(torch.tensor([4]), torch.tensor([9]), 4)
+    ids, positions = packed((22,)).ids, rows.position
+    mask = mask_of(plan.query_ranges, 22)[None, None]
     near = (positions[:, None] - positions).abs() <= WINDOW
     kinds = {"full_attention": mask, "sliding_attention": mask & near}
     expected = reference(
@@ -65,9 +63,9 @@ def test_a_mask_applies_to_local_layers_too(name):
         attention_mask=mask if name == "bert" else kinds,
     ).logits[0]
     batch = SimpleNamespace(
-        ids=ids, position_ids=positions, cu_seqlens=torch.tensor([0, length + 4]), mask=mask
+        ids=ids, position_ids=positions, cu_seqlens=torch.tensor([0, 22]), plan=plan
     )
-    torch.testing.assert_close(logits(model, full(model, batch, mask=mask)), expected, **TIGHT)
+    torch.testing.assert_close(logits(model, full(model, batch, plan=plan)), expected, **TIGHT)
     rows, target, weight = torch.tensor([14, 16]), torch.tensor([3, 9]), torch.tensor([0.5, 2.0])
     loss = F.cross_entropy(expected[rows], target, reduction="none") @ weight.double()
     assert model(batch, rows, target, weight).item() == pytest.approx(loss.item(), rel=1e-6)

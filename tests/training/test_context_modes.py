@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from block_masks import masked_states
 from tiny_modes import MASK, PLACE, batch, gradients, held_out, mode_of, model
 from tiny_packed import batch_of
 
-from bwsft.models.block_masks import block_causal_mask
 from bwsft.objectives.base import response_rows
 from bwsft.training.block_causal import one_pass
 
@@ -76,26 +76,6 @@ def test_context_grad_off_cuts_the_gradient_through_the_context_and_keeps_the_lo
     assert any(not torch.allclose(x, y, rtol=1e-3) for x, y in zip(g_on, g_off, strict=True))
 
 
-def block_numbers(prompt, sizes):
-    block = [k + 1 for k, n in enumerate(sizes) for _ in range(n)]
-    return torch.tensor([[0] * prompt + block + [-k for k in block]])
-
-
-@pytest.mark.parametrize(("prompt", "sizes"), [(3, [4, 4, 2]), (1, [1]), (5, [2, 2, 2, 2])])
-def test_block_causal_mask_in_sentences(prompt, sizes):
-    numbers = block_numbers(prompt, sizes)[0]
-    allowed = block_causal_mask(numbers[None])[0, 0]
-    pairs = prompt**2 + 2 * sum(n * (prompt + sum(sizes[: k + 1])) for k, n in enumerate(sizes))
-    assert int(allowed.sum()) == pairs
-    for q, nq in enumerate(numbers.tolist()):
-        for k, nk in enumerate(numbers.tolist()):
-            if nq >= 0:
-                right = 0 <= nk <= nq, "clean sees the prompt, earlier clean blocks and its own"
-            else:
-                right = nk == nq or 0 <= nk < -nq, "noisy sees clean before it, and itself"
-            assert bool(allowed[q, k]) == right[0], (right[1], q, k)
-
-
 def test_block_causal_rows_equal_separate_forwards():
     """Logits of noisy block k equal those of a forward on [prompt, clean < k, noisy k] alone."""
     b, net = batch(), model()
@@ -103,7 +83,7 @@ def test_block_causal_rows_equal_separate_forwards():
     noisy = torch.where(inside & (torch.arange(len(b.ids)) % 3 == 0), MASK, b.ids)
     one = one_pass(b, noisy[None], mode_of("block_causal", net).grid)
     with torch.no_grad():
-        hidden = net.hidden_states(one.ids, one.position_ids, one.cu_seqlens, mask=one.mask)
+        hidden = net.hidden_states(one.ids, one.position_ids, one.cu_seqlens, plan=one.plan)
         for s in range(3):
             prompt, length = int(b.prompt_lengths[s]), int(b.response_lengths[s])
             a = int(b.cu_seqlens[s])
@@ -111,10 +91,7 @@ def test_block_causal_rows_equal_separate_forwards():
                 stop = min(start + 4, prompt + length)
                 ids = torch.cat([b.ids[a : a + start], noisy[a + start : a + stop]])
                 blocks = torch.tensor([0] * prompt + [i // 4 + 1 for i in range(stop - prompt)])
-                mask = (blocks[:, None] >= blocks[None])[None, None]
-                alone = net.hidden_states(
-                    ids, torch.arange(len(ids)), torch.tensor([0, len(ids)]), mask=mask
-                )
+                alone = masked_states(net, ids, blocks[:, None] >= blocks)
                 got = hidden[one.copy_of[0, a + start : a + stop]]
                 torch.testing.assert_close(got, alone[start:], rtol=1e-11, atol=1e-12)
 
@@ -126,12 +103,12 @@ def test_block_causal_rows_ignore_later_blocks_and_other_copies():
     one = one_pass(b, noisy[None], grid)
     first_block = one.copy_of[0, response[:4]]
     with torch.no_grad():
-        before = net.hidden_states(one.ids, one.position_ids, one.cu_seqlens, mask=one.mask)
+        before = net.hidden_states(one.ids, one.position_ids, one.cu_seqlens, plan=one.plan)
         changed = b.ids.clone()
         changed[response[:12]] = 7  # clean copy of the first response, its first block included
         noisy[response[4:12]] = 9  # its later noisy blocks
         two = one_pass(dataclasses.replace(b, ids=changed), noisy[None], grid)
-        after = net.hidden_states(two.ids, two.position_ids, two.cu_seqlens, mask=two.mask)
+        after = net.hidden_states(two.ids, two.position_ids, two.cu_seqlens, plan=two.plan)
     torch.testing.assert_close(before[first_block], after[first_block], rtol=1e-12, atol=1e-13)
 
 
@@ -179,10 +156,7 @@ def slow_score(net, name, draw):
         if name == "block_causal":
             ids = ids[:stop]
             blocks = torch.tensor([0] * prompt + [i // 4 + 1 for i in range(stop - prompt)])
-            mask = (blocks[:, None] >= blocks[None])[None, None]
-            hidden = net.hidden_states(
-                ids, torch.arange(stop), torch.tensor([0, stop]), mask=mask
-            )[place]
+            hidden = masked_states(net, ids, blocks[:, None] >= blocks)[place]
         elif name == "exact":
             hidden = net.hidden_states(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)]))
             hidden = hidden[place]

@@ -3,25 +3,26 @@ float64, and gradients as a loop over blocks and copies gives them."""
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import tiny_llada
 import torch
 import torch.nn.functional as F
-from bwsft_kernels.block_grid import BlockGrid
+from block_masks import block_causal_mask, clean_numbers
 from tiny_hf import FAMILY, backbone, float64  # noqa: F401 - every test here runs in float64
 from tiny_modes import MASK, PLACE, batch, held_out, mode_of
-from tiny_packed import batch_of
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from bwsft import config as c
 from bwsft.models.attention import AttentionLayout, packed_layout
-from bwsft.models.block_masks import block_causal_mask
 from bwsft.models.dream_sdar import SdarConfig, SDARForCausalLM
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.kv_cache import Span
 from bwsft.objectives.base import response_rows
-from bwsft.training.block_causal import block_size_at, clean_numbers, one_pass
+from bwsft.training.block_causal import block_size_at
 from bwsft.utils.flops import Cost, TrainingCost, flop_counter
 
 NAMES = ["llada", "absolute", "sdar", "qwen2", "llama", "bert", "modernbert"]
@@ -91,14 +92,18 @@ def clean_row(mode, some, s, stop):
 
 def decoded(mode, some):
     """The loss as the decoder sees it: the blocks before the active one are stored, without
-    autograd, and the active one runs alone."""
+    autograd, and the active one runs alone against them."""
     net, total = mode.backbone, 0.0
     head, bias = net.head()
     for s, start, ids, where, target, weight in supervised(mode, some):
         clean, numbers = clean_row(mode, some, s, start)
         cache = net.new_cache(1, start + len(ids))
         if start:
-            net.fill(batch_of(clean), cache, mask=block_causal_mask(numbers[None]))
+            with torch.no_grad():
+                place = torch.arange(start)
+                net.run_layers(clean, place, dataclasses.replace(
+                    packed_layout(torch.tensor([0, start])), cache=cache, cache_slots=place,
+                    mask=block_causal_mask(numbers)[None, None]))
         cache.show(start + len(ids))
         active = Span(torch.tensor([start]), torch.tensor([len(ids)]), len(ids), True)
         hidden = net.active_hidden_states(ids[None], active, cache)[where]
@@ -107,19 +112,16 @@ def decoded(mode, some):
     return total
 
 
-def whole(mode, some, layout_of=None):
+def whole(mode, some, layout_of=lambda made, start: made):
     """The loss by a forward over [clean blocks before, noisy block] for every block and copy."""
     net, total = mode.backbone, 0.0
     head, bias = net.head()
     for s, start, ids, where, target, weight in supervised(mode, some):
         clean, numbers = clean_row(mode, some, s, start)
         row, active = torch.cat([clean, ids]), torch.full_like(ids, 1 << 20)
-        mask = block_causal_mask(torch.cat([numbers, active])[None])
-        place, edges = torch.arange(len(row)), torch.tensor([0, len(row)])
-        if layout_of is None:
-            hidden = net.hidden_states(row, place, edges, mask=mask)
-        else:
-            hidden = net.run_layers(row, place, layout_of(edges, mask, start))
+        mask = block_causal_mask(torch.cat([numbers, active]))[None, None]
+        made = dataclasses.replace(packed_layout(torch.tensor([0, len(row)])), mask=mask)
+        hidden = net.run_layers(row, torch.arange(len(row)), layout_of(made, start))
         logits = F.linear(hidden[start:][where], head, bias)
         each = F.cross_entropy(logits, target, reduction="none")
         total = total + (each * weight).sum()
@@ -137,8 +139,7 @@ class Detached(AttentionLayout):
         return super().attend(layer, q, k, v, width)
 
 
-def detached(edges, mask, start):
-    made = dataclasses.replace(packed_layout(edges), mask=mask)
+def detached(made, start):
     return Detached(**vars(made), start=start)
 
 
@@ -179,17 +180,6 @@ def test_a_frozen_context_is_one_of_detached_keys_and_values(name):
     live = gradients(net, loss_of(dataclasses.replace(mode, context_grad=True), some))
     frozen = gradients(net, loss_of(mode, some))
     assert any(not torch.allclose(a, b, rtol=1e-3) for a, b in zip(live, frozen, strict=True))
-
-
-@pytest.mark.parametrize("prompt_blocks", [False, True])
-def test_a_token_sees_and_is_seen_by_at_most_two_stretches(prompt_blocks):
-    """What attention over ranges of keys relies on, forward and backward."""
-    some = batch(((5, 9), (3, 12), (6, 2)), canvas="response")
-    grid = BlockGrid(4, "absolute" if prompt_blocks else "response")
-    one = one_pass(some, some.ids.repeat(3, 1), grid, prompt_blocks)
-    for mask in (one.mask[:, 0], one.mask[:, 0].mT):
-        edges = F.pad(mask, (1, 0)).int().diff(dim=-1) == 1
-        assert int(edges.sum(-1).max()) == 2
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -256,3 +246,40 @@ def test_the_formula_gives_the_counted_flops(grad):
         "block_causal", 8, 16, 4, draws=4, context_grad=grad
     )
     assert 2 * formula == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+LONG_STEP = """
+import json, resource
+from pathlib import Path
+import torch, tiny_llada, tiny_modes
+from bwsft.data.packing import CanvasLayout, Example, pack
+import bwsft
+
+fields = json.loads((Path(bwsft.__file__).parent / "tiny/config.json").read_text())
+names = ("d_model", "n_layers", "n_heads", "mlp_hidden_size", "vocab_size", "mask_token_id")
+net = tiny_llada.backbone(torch.float32, max_sequence_length=9216, **{n: fields[n] for n in names})
+layout = CanvasLayout(mask_id=fields["mask_token_id"], eos_id=0, canvas="fixed", block_size=32,
+                      gen_length=8192, max_length=9216)
+some = pack([Example(*(torch.full((n,), 7).numpy() for n in (1024, 8191)), 0)], layout)
+mode = tiny_modes.mode_of("block_causal", net.train(), draws=2, pairs=True, block_size=32,
+                          mask_id=fields["mask_token_id"])
+optimizer = torch.optim.AdamW(net.parameters())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+(loss,) = mode.losses(some, tiny_modes.PLACE)
+loss.total.backward()
+optimizer.step()
+assert int(loss.rows) == 8192
+print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_of_a_long_sequence_fits_in_four_gib():
+    """The debug model at 1,024 + 8,192 with a pair of copies: 25,600 rows, of which a mask alone
+    would take 655 MB, and its scores ten times as much."""
+    run = subprocess.run([sys.executable, "-c", LONG_STEP], capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert run.returncode == 0, run.stderr
+    before, peak = (int(n) * 1024 for n in run.stdout.split())
+    print(f"{before / 2**30:.2f} GiB before, {peak / 2**30:.2f} GiB at the peak")
+    assert peak < 4 * 2**30

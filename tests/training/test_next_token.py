@@ -7,18 +7,16 @@ import pytest
 import tiny_hf
 import torch
 import torch.nn.functional as F
+from block_masks import block_causal_mask, clean_numbers
 from tiny_hf import float64  # noqa: F401 - every test here runs in float64
 from tiny_modes import PLACE, batch, mode_of
-
-from bwsft.models.block_masks import block_causal_mask
-from bwsft.training.block_causal import clean_numbers
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def mask_of(numbers, active, causal):
     """What a plain forward over clean blocks and, from `active` on, a noisy one may see."""
-    mask = block_causal_mask(numbers[None])
+    mask = block_causal_mask(numbers)[None, None]
     if causal:
         mask[..., :active, :] = mask[..., :active, :].tril()
     return mask

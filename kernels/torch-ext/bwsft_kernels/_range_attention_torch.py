@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BWD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+KNOWN = WeakTensorKeyDictionary()  # a plan's ranges -> (their version, their calls)
 MOST_ROWS = 256  # of own blocks in one call: its gradients are apart until they are added up
 
 
@@ -82,7 +84,7 @@ def range_attention_fwd(
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full((q.size(1), len(q)), -math.inf, dtype=wide)
-    for part in _parts(query_ranges):
+    for part in _known_parts(query_ranges):
         for heads in part.head_groups(q, k):
             fresh, fresh_lse = _forward(
                 heads.fold(q), part.seen(k), part.seen(v), scale, part.causal)
@@ -107,7 +109,7 @@ def range_attention_bwd(
     wide = torch.promote_types(q.dtype, torch.float32)
     q_grad, k_grad, v_grad = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     # Prefixes grow: from the longest on, each call's gradients fit where the last one's were.
-    for part in reversed(list(_parts(query_ranges))):
+    for part in reversed(_known_parts(query_ranges)):
         for heads in part.head_groups(q, k):
             grads = _backward(
                 heads.fold(grad), heads.fold(q), part.seen(k), part.seen(v), heads.fold(out),
@@ -117,6 +119,15 @@ def range_attention_bwd(
             part.seen(v_grad).add_(grads[2])
             del grads  # before the next call makes its own
     return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype)
+
+
+def _known_parts(query_ranges: Tensor) -> list[_Part]:
+    """The calls, found once for a plan: all layers have the same."""
+    version, parts = KNOWN.get(query_ranges, (None, []))
+    if version != query_ranges._version:
+        parts = list(_parts(query_ranges))
+        KNOWN[query_ranges] = query_ranges._version, parts
+    return parts
 
 
 def _parts(query_ranges: Tensor) -> Iterator[_Part]:

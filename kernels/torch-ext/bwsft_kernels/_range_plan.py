@@ -38,6 +38,20 @@ class RangePlan:
         moved = {name: tensor.to(device) for name, tensor in vars(self).items()}
         return dataclasses.replace(self, **moved)
 
+    def part(self, queries: Tensor | None = None, keys: Tensor | None = None) -> "RangePlan":
+        """The plan of some query rows [W] and key rows [M] alone, numbered as they stand in these
+        lists of integers, which rise; a query may come more than once. None: all of them."""
+        plan = self
+        if queries is not None:
+            tiles = _tiles(*_among(queries, plan.query_tiles).t(), len(queries))
+            plan = RangePlan(plan.query_ranges[:, queries], _among(queries, plan.key_ranges),
+                             tiles, plan.key_tiles)
+        if keys is not None:
+            tiles = _tiles(*_among(keys, plan.key_tiles).t(), len(keys))
+            plan = RangePlan(_among(keys, plan.query_ranges), plan.key_ranges[:, keys],
+                             plan.query_tiles, tiles)
+        return plan
+
 
 @dataclass(frozen=True)
 class OnePassRows:
@@ -123,41 +137,42 @@ def range_plan(
 
 
 def cache_plan(
-    stops: Tensor,  # [S, G] integers
-    width: int,
+    stops: Tensor,  # [T] integers
+    cu_seqlens: Tensor,  # [S + 1] integers
     slots: int,
 ) -> RangePlan:
     """The plan of decoding against a cache [S * slots] of keys that holds the new rows' own too.
 
-    Queries are [S * G * width]: G groups of `width` rows for each sequence, group g seeing the
-    cache's slots before stops[s, g], which rise with g. One group decodes a block; two store a
-    finished block and make the first step of the next one in one forward.
+    Queries are packed rows [T] with boundaries cu_seqlens, from 0 to T; a row of sequence s sees
+    the slots of s before its stop, and stops rise within a sequence. So finished blocks can be
+    stored by the forward that makes the first step of the next one, and a prompt with them.
     """
-    if stops.dim() != 2 or stops.is_floating_point() or width < 1 or slots < 1:
-        raise ValueError("stops must be integers [S, G], width and slots at least 1, not "
-                         f"{stops.dtype} {list(stops.shape)}, {width}, {slots}")
-    stops = stops.long()
-    fine = (stops.diff(dim=1, prepend=torch.zeros_like(stops[:, :1])) >= 0).all()
-    require(fine & (stops <= slots).all(),
-            lambda: f"stops must rise along their second axis, from 0 to at most slots ({slots})")
-    count, groups = stops.shape
-    first = torch.arange(count, device=stops.device)[:, None] * slots  # [S, 1] key rows
-    ends = (first + stops).repeat_interleave(width, dim=1).flatten()
-    begins = first.expand(-1, groups * width).flatten()
-    none = torch.zeros_like(ends)
-    slot = torch.arange(slots, device=stops.device)
-    hidden = (stops[:, None, :] <= slot[:, None]).sum(-1)  # [S, slots] groups that don't see it
-    base = first // slots * (groups * width)
-    sees = (base + hidden * width).flatten()
-    last = (base + groups * width).expand(-1, slots).flatten()
-    nobody = torch.zeros_like(sees)
-    bases, firsts = base.flatten(), first.flatten()
+    if stops.dim() != 1 or stops.is_floating_point() or cu_seqlens.dim() != 1 or slots < 1:
+        raise ValueError("stops must be integers [T], cu_seqlens [S + 1] and slots at least 1, not "
+                         f"{stops.dtype} {list(stops.shape)}, {list(cu_seqlens.shape)}, {slots}")
+    stops, edges = stops.long(), cu_seqlens.long()
+    count, rows = len(edges) - 1, len(stops)
+    sequence = torch.searchsorted(edges[1:], torch.arange(rows, device=stops.device), right=True)
+    order = sequence * (slots + 1) + stops  # rises over the sequences too
+    require(((stops >= 0) & (stops <= slots)).all() & (order.diff() >= 0).all(),
+            lambda: f"stops must rise in a sequence, from 0 to at most slots ({slots})")
+    begins = sequence * slots
+    slot = torch.arange(count * slots, device=stops.device)
+    firsts = torch.arange(count, device=stops.device) * slots
+    sees = torch.searchsorted(order, slot + slot // slots, right=True)  # the first row that does
+    last = edges[1:, None].expand(-1, slots).flatten()
+    no_query, no_key = torch.zeros_like(begins), torch.zeros_like(slot)
     return RangePlan(
-        torch.stack((begins, ends, none, none)).int(),
-        torch.stack((sees, last, nobody, nobody)).int(),
-        _tiles(bases, bases + groups * width, len(ends)),
-        _tiles(firsts, firsts + slots, len(sees)),
+        torch.stack((begins, begins + stops, no_query, no_query)).int(),
+        torch.stack((sees, last, no_key, no_key)).int(),
+        _tiles(edges[:-1], edges[1:], rows),
+        _tiles(firsts, firsts + slots, len(slot)),
     )
+
+
+def _among(rows: Tensor, edges: Tensor) -> Tensor:
+    """How many of the rows, which rise, are before each edge: so a range keeps its rows of them."""
+    return torch.searchsorted(rows.to(edges.dtype), edges.contiguous(), out_int32=True)
 
 
 def _check_one_pass(prompt: Tensor, response: Tensor, copies: int, clean: str) -> None:

@@ -48,8 +48,18 @@ def test_named_layouts(layout):
 
 
 def test_a_cache_with_a_row_that_sees_nothing():
-    plan = cache_plan(torch.tensor([[17, 24], [0, 40]]), 8, 40)
+    plan = cache_plan(torch.tensor([17] * 8 + [24] * 8 + [0] * 8 + [40] * 8),
+                      torch.tensor([0, 16, 32]), 40)
     cases.check_against_dense(plan, cases.tensors(plan, torch.float32, (4, 2)), "triton")
+
+
+def test_a_part_in_which_queries_come_again():
+    """More of them than a tile holds, in the place of one tile of the whole plan."""
+    plan, rows = range_plan(torch.tensor([5]), torch.tensor([60]), 32, copies=2)
+    noisy = rows.copy.nonzero()[:, 0].repeat_interleave(2)
+    part = plan.part(noisy)
+    assert len(noisy) > 128 and int(part.query_tiles.diff(dim=1).max()) <= 128
+    cases.check_against_dense(part, cases.tensors(part, torch.float32), "triton")
 
 
 def test_other_sequences_are_not_read():
