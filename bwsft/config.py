@@ -289,6 +289,11 @@ def _validate_context(config: Config) -> None:
         )
     if objective.pairs and config.draws_per_context % 2:
         raise ValueError("--objective.pairs needs an even --draws-per-context")
+    if objective.suffix_weight and (config.context != "exact" or not objective.context_grad):
+        raise ValueError(
+            "--objective.suffix-weight needs --context exact with gradients through the context: "
+            "elsewhere the suffix is a constant, or absent"
+        )
     if config.context == "exact":
         return
     if objective.name != "blockwise":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -112,6 +113,11 @@ class ObjectiveConfig:
     """Ablation: share of earlier response tokens that are masked too (never supervised)."""
     suffix_leak: float = 0.0
     """Ablation: share of later response tokens that stay visible."""
+    suffix_weight: float = 0.0
+    """Supervise the hidden suffix too (--context exact): its tokens together weigh so many times
+    what the masked tokens of the block do."""
+    suffix_decay: bool = False
+    """--objective.suffix-weight falls linearly to 0 over the run."""
     pairs: bool = False
     """Draws of one context come in complementary pairs: together they mask every token once."""
     context_grad: bool = True
@@ -126,8 +132,9 @@ class ObjectiveConfig:
 
 
 BLOCKWISE_ONLY = (
-    "blocks weight discrete empty block_factor prefix_noise suffix_leak pairs context_grad".split()
-)
+    "blocks weight discrete empty block_factor prefix_noise suffix_leak suffix_weight suffix_decay "
+    "pairs context_grad"
+).split()
 GROUPS = "mdlm soft_masked rdm two_step".split()
 
 
@@ -136,6 +143,7 @@ def validate(objective: ObjectiveConfig) -> None:
     if not 0 < objective.low <= objective.high <= 1:
         raise ValueError("--objective.low and --objective.high must satisfy 0 < low <= high <= 1")
     _validate_weight(objective)
+    _validate_suffix(objective)
     _refuse_options_of_others(objective)
     shares = {
         "prefix-noise": objective.prefix_noise,
@@ -170,6 +178,18 @@ def _validate_weight(objective: ObjectiveConfig) -> None:
         raise ValueError("--objective.discrete needs --objective.weight discrete")
     if not 1 <= objective.discrete.steps <= 1 << 16:
         raise ValueError("--objective.discrete.steps must lie in [1, 65536]")
+
+
+def _validate_suffix(objective: ObjectiveConfig) -> None:
+    if not 0 <= objective.suffix_weight < math.inf:
+        raise ValueError("--objective.suffix-weight must be 0 or positive")
+    if objective.suffix_decay and not objective.suffix_weight:
+        raise ValueError("--objective.suffix-decay needs --objective.suffix-weight above 0")
+    if objective.suffix_weight and objective.name == "classical":
+        raise ValueError(
+            "--objective.suffix-weight is for blockwise SFT: classical SFT masks the whole "
+            "response, leave it out"
+        )
 
 
 def _refuse_options_of_others(objective: ObjectiveConfig) -> None:

@@ -288,6 +288,7 @@ def make_mode(
         return BlockCausal(*common, blocks, grad, size_at, *clean)
     if config.context == "cached":
         return Cached(*common, mask_id=family.mask_id)
-    if not config.objective.context_grad:
+    o = config.objective
+    if not o.context_grad:
         return FrozenContext(*common)
-    return Exact(*common, prune=config.objective.name == "blockwise")
+    return Exact(*common, prune=o.name == "blockwise" and not o.suffix_weight)

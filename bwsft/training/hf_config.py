@@ -80,6 +80,9 @@ class BlockwiseConfig(TrainingArguments):
     """Highest mask rate."""
     pairs: bool = False
     """Draws of one context come in complementary pairs: together they mask every token once."""
+    suffix_weight: float = 0.0
+    """Supervise the hidden suffix too, in exact mode alone: its tokens together weigh so many times
+    what the block's do."""
     context_grad: bool = True
     """False takes the context as a constant, in exact and block_causal mode."""
 
@@ -100,7 +103,8 @@ class BlockwiseConfig(TrainingArguments):
         flat = ("seed", "block_size", "gen_length", "max_length", "context", "draws_per_context",
                 "mask_token", "logit_shift")  # fmt: skip
         data = ("template", "template_args", "columns", "turns", "on_bad", "canvas")
-        objective = ("blocks", "weight", "empty", "low", "high", "pairs", "context_grad")
+        objective = ("blocks", "weight", "empty", "low", "high", "pairs", "suffix_weight",
+                     "context_grad")  # fmt: skip
 
         def take(names: tuple[str, ...]) -> dict:
             return {name: getattr(self, name) for name in names}

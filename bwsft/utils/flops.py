@@ -110,11 +110,12 @@ class TrainingCost:
 
     def blockwise(
         self, context: str, prompt: float, canvas: float, block: float, draws: int = 1,
-        context_grad: bool = True,
+        context_grad: bool = True, suffix: bool = False,
     ) -> float:  # fmt: skip
         """Blockwise SFT under a context mode: `draws` masks of one block; block_causal: of every
         block, on a clean canvas and as many noisy copies of the response. Without context_grad
-        the clean canvas runs forward only there."""
+        the clean canvas runs forward only there. suffix: the hidden suffix, on average half of the
+        canvas less half a block, is supervised too."""
         model, length = self.model, prompt + canvas
         if context == "block_causal":
             copies = draws * canvas
@@ -129,6 +130,8 @@ class TrainingCost:
             draw = self.passes * (model.active(block, length) + model.head(block / 2))
             draw += 3 * self.adapter * block
             return model.whole(length, None if self.dense else block) + draws * draw
+        if suffix:
+            return draws * self.full(length, canvas / 2)
         return draws * self.full(length, block / 2, block)
 
 

@@ -14,6 +14,7 @@ from bwsft.objectives.config import ObjectiveConfig
 
 MODES = {
     "exact": {},
+    "suffix": {"objective": ObjectiveConfig(suffix_weight=1.0)},
     "cached": {"context": "cached", "draws_per_context": 2},
     "pair": {
         "context": "block_causal", "draws_per_context": 2,
