@@ -166,7 +166,8 @@ class Backbone(nn.Module):
         the head, so its cost follows N and not T.
 
         ``context`` names the span that holds those tokens: the last layer then runs for it alone,
-        and with a cache all layers do. ``rows`` None is the context pass, which fills that cache.
+        and with a cache all layers do, unless it is live: that is filled by this forward. ``rows``
+        None is the context pass, which fills that cache.
         ``target`` None predicts: ``linear_argmax`` of the rows, [MASK] left out.
 
         ``smoothing``, a number or [N], and ``excluded_id`` are those of ``linear_cross_entropy``;
@@ -196,9 +197,11 @@ class Backbone(nn.Module):
         span = context.span.shifted(self.family.logit_shift)
         index = span.index_of(rows, batch.cu_seqlens)
         flat = span.flat(batch.cu_seqlens)
-        if context.cache is None:
-            mask = getattr(batch, "mask", None)
-            return self.hidden_states(**packed(batch), wanted=flat, mask=mask), index
+        if context.cache is None or context.live:
+            mask, cache = getattr(batch, "mask", None), context.cache
+            if cache is not None:
+                show_all(batch, cache)
+            return self.hidden_states(**packed(batch), context=cache, wanted=flat, mask=mask), index
         copies = {name: getattr(batch, name, None) for name in ("mask", "slot_positions")}
         return self.active_hidden_states(batch.ids[flat], span, context.cache, **copies), index
 
@@ -209,11 +212,16 @@ class Backbone(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Context pass: store every token's keys and values, and show them all. Returns hidden
         states as :meth:`hidden_states`."""
-        lengths = batch.cu_seqlens.diff()
-        longest = getattr(batch, "max_length", None)
-        even = longest is not None and longest * len(lengths) == batch.ids.numel()
-        cache.show(longest if even else lengths.long())
+        show_all(batch, cache)
         return self.hidden_states(**packed(batch), context=cache, wanted=wanted, mask=mask)
+
+
+def show_all(batch: Any, cache: ContextCache) -> None:
+    """Let active tokens see every token of a packed batch, which is about to fill the cache."""
+    lengths = batch.cu_seqlens.diff()
+    longest = getattr(batch, "max_length", None)
+    even = longest is not None and longest * len(lengths) == batch.ids.numel()
+    cache.show(longest if even else lengths.long())
 
 
 def active_module(module: nn.Module) -> nn.Module:

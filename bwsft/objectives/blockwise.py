@@ -26,8 +26,12 @@ With suffix_weight lambda the hidden suffix is supervised in the same forward: t
 the masked tokens it adds lambda times the mean loss of the suffix in the same state. Inputs, and so
 the decoder that they match, stay as they are.
 
-With complementary pairs two draws mask every token of the block once. At weight "flat" their
-average weighs each token exactly 1/|I_a|: no variance from the count, no empty draw.
+With complementary pairs two draws mask every token of the block once. If the first masks all, the
+second is empty, and the first, which is the decoder's first state, weighs as both. So with "redraw"
+every pair weighs 1, and each state in expectation what it weighs without pairs: the pair estimates
+the same NELBO. At weight "flat" each token weighs exactly 1/|I_a| in every pair.
+
+The weight 1 ("sum") takes the sum over masked tokens, as the paper's Eq. 8 and 9 write it.
 
 Every choice is a pure function of (seed, example, visit): see bwsft_kernels.philox. The ablations
 (noisy prefix, leaky suffix) and the other weights are arguments, not other files.

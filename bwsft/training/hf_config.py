@@ -69,8 +69,8 @@ class BlockwiseConfig(TrainingArguments):
     """Blockwise SFT, or classical SFT: masks over the whole response."""
     blocks: Literal["uniform", "length", "rising", "falling", "traversal", "sequential"] = "uniform"
     """Which block of a response a visit makes the active one."""
-    weight: Literal["count", "rate", "flat"] = "count"
-    """Row weight: 1 / masked tokens, 1 / (mask rate x block length), or 1 / block length."""
+    weight: Literal["count", "rate", "flat", "sum"] = "count"
+    """Row weight: 1 / masked tokens, 1 / (mask rate x block length), 1 / block length, or 1."""
     empty: Literal["redraw", "last", "skip"] = ObjectiveConfig.empty
     """A draw that masks nothing becomes one that does, or masks the block's last token (the paper),
     which then has twice the weight of any other, or weighs nothing."""

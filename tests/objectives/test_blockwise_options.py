@@ -215,6 +215,10 @@ def test_bad_objectives_say_what_is_wrong(word):
     ("sees what it predicts", dict(context="block_causal", ar_weight=0.5)),
     ("in any case", dict(context="cached", objective=c.ObjectiveConfig(context_grad=False))),
     ("draws-per-context", dict(objective=c.ObjectiveConfig(name="mdlm"))),
+    ("shared-context", dict(shared_context=True, draws_per_context=1)),
+    ("shared-context", dict(shared_context=True, context="cached")),
+    ("shared-context", dict(shared_context=True, objective=c.ObjectiveConfig(suffix_weight=1.0))),
+    ("shared-context", dict(shared_context=True, objective=c.ObjectiveConfig(name="classical"))),
     ("or absent", dict(context="block_causal", objective=c.ObjectiveConfig(suffix_weight=1.0))),
     ("or absent", dict(context="cached", objective=c.ObjectiveConfig(suffix_weight=1.0))),
     (

@@ -124,6 +124,28 @@ def test_a_supervised_suffix_adds_its_mean_loss_in_the_same_state(order, factor,
     assert_estimates(expected, integral if factor == "sum" else integral / 2)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("weight", ["count", "sum"])
+def test_a_pair_estimates_what_draws_without_pairs_do(weight, pairs):
+    """The mean over blocks of the bound per token; or at weight "sum" of (1 / n) sum over k of the
+    sum of the cross-entropies at k masked tokens, as in the paper's Eq. 8 and 9."""
+    weights, cost = found(draws=2, pairs=pairs, weight=weight), costs()[1]
+    if pairs:
+        assert {even for even, _ in weights} == set(STATES)
+    expected = 0.0
+    for states, of_state in weights.items():
+        if pairs:  # the odd half follows
+            a, inside = states[0][0], set(range(*BLOCKS[states[0][0]]))
+            assert states[1] == (a, tuple(sorted(inside - set(states[0][1]))))
+            likely = chance(*states[0])
+        else:
+            likely = chance(*states[0]) * chance(*states[1])
+        for state, w in zip(states, of_state, strict=True):
+            expected += likely / 2 * (w * cost[state]).sum() / 2 if state[1] else 0.0
+    sums = sum(chance(a, s) * cost[a, s][list(s)].sum() for a, s in STATES)
+    assert_estimates(expected, (bound(0) + bound(1) if weight == "count" else sums) / 2)
+
+
 def test_the_weight_of_a_suffix_falls_to_nothing_over_the_run():
     key, plain = (0, (1,)), found()
     for step, share in ((0, 0.8), (3, 0.2), (4, 0.0), (9, 0.0)):
