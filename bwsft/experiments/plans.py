@@ -61,10 +61,7 @@ MODES = {
     "cached, k 4": {"context": "cached", "draws_per_context": 4},
     "block_causal": {"context": "block_causal"},
 }
-SUFFIX = {
-    "blockwise + suffix": {"suffix_weight": 1.0},
-    "blockwise + suffix, decaying": {"suffix_weight": 1.0, "suffix_decay": True},
-}
+SUFFIX = {"blockwise + suffix": {"suffix_weight": 1.0}}
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 PILOT_RATES = (1e-3, 3e-3, 1e-2)
 PILOT_SEED = 1000
@@ -182,7 +179,7 @@ def suffix(scale: Scale) -> Plan:
         ]
     question = (
         "Does supervising the hidden suffix close the gap to Classical? Its tokens together weigh "
-        "what the masked tokens of the block do, throughout or less and less, down to nothing."
+        "what the masked tokens of the block do."
     )
     return Plan("suffix", "A supervised suffix at equal FLOPs", question, arms, claims)
 
