@@ -6,10 +6,11 @@ python benchmarks/bench_step.py [--quick] [--size cpu|1b|8b|...] [--prompt 128] 
 All variants train the same sequences with the same adapters, in the same micro-batches (on a GPU
 the largest that fits naive), accumulated to --accumulate sequences: random weights in the official
 shape, synthetic ids. `naive` is what the paper's released code does: padded batch, masks made by a
-Python loop, full logits, no pruning. cached_k4 draws four masks per context, block_causal
-supervises every block at once, in one noisy copy, a complementary pair of them or four (k4); its
-peer `dense` attends by a mask in place of ranges. A second table has responses of GSM8K's lengths,
-padded to 256 and packed.
+Python loop, full logits, no pruning. exact_suffix supervises the hidden suffix too; exact_shared_k4
+draws four masks, of which the first runs whole and its keys and values serve the others; cached_k4
+draws four per frozen context; block_causal supervises every block at once, in one noisy copy, a
+complementary pair of them or four (k4); its peer `dense` attends by a mask in place of ranges. A
+second table has responses of GSM8K's lengths, padded to 256 and packed.
 """
 
 import dataclasses

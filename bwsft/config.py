@@ -181,6 +181,9 @@ class Config:
     """Masks of the same block drawn per visit, which trains on their mean: cached, per context
     pass; exact, each with a forward and backward of its own; block_causal, noisy copies of every
     block beside one clean row."""
+    shared_context: bool = False
+    """In --context exact, of several draws: the first runs the whole canvas, and the others only
+    their active block against its keys and values, which are constants to them."""
     batch_size: int = 32
     """Sequences per optimizer update."""
     micro_batch_size: int = 32
@@ -258,11 +261,12 @@ def validate(config: Config) -> None:
         raise ValueError("--epochs must be above 0")
     if not 0 <= config.seed < 2**63:
         raise ValueError("--seed must lie in [0, 2^63)")
+    _validate_draws(config)
     _validate_context(config)
     _validate_groups(config)
 
 
-def _validate_context(config: Config) -> None:
+def _validate_draws(config: Config) -> None:
     objective = config.objective
     if config.draws_per_context > 1 and (
         (config.context == "exact" and not objective.context_grad)
@@ -272,6 +276,21 @@ def _validate_context(config: Config) -> None:
             "--draws-per-context above 1 needs blockwise or classical SFT, and in --context exact "
             "gradients through the context"
         )
+    if objective.pairs and config.draws_per_context % 2:
+        raise ValueError("--objective.pairs needs an even --draws-per-context")
+    if config.shared_context and (
+        (config.context, objective.name) != ("exact", "blockwise")
+        or config.draws_per_context == 1
+        or objective.suffix_weight
+    ):
+        raise ValueError(
+            "--shared-context is for several --draws-per-context of blockwise SFT in --context "
+            "exact, without --objective.suffix-weight: the further draws run no suffix"
+        )
+
+
+def _validate_context(config: Config) -> None:
+    objective = config.objective
     if not 0 <= config.block_size_schedule <= 1:
         raise ValueError("--block-size-schedule must lie in [0, 1]")
     if config.block_size_schedule and config.context != "block_causal":
@@ -287,8 +306,11 @@ def _validate_context(config: Config) -> None:
         raise ValueError(
             "--ar-weight needs --clean-attention causal: else a clean token sees what it predicts"
         )
-    if objective.pairs and config.draws_per_context % 2:
-        raise ValueError("--objective.pairs needs an even --draws-per-context")
+    if objective.suffix_weight and (config.context != "exact" or not objective.context_grad):
+        raise ValueError(
+            "--objective.suffix-weight needs --context exact with gradients through the context: "
+            "elsewhere the suffix is a constant, or absent"
+        )
     if config.context == "exact":
         return
     if objective.name != "blockwise":

@@ -36,13 +36,13 @@ def llada_8b_dense() -> Config:
 
 
 def paper() -> Config:
-    """The paper's text: as llada-8b-lora, but the canvas ends with the response, and a draw without
-    a mask masks the block's last token."""
+    """The paper's text: as llada-8b-lora, but the canvas ends with the response, the loss is a sum
+    over masked tokens, and a draw without a mask masks the block's last token."""
     base = llada_8b_lora()
     data = dataclasses.replace(base.dataset, canvas="response")
     return dataclasses.replace(
         base, preset="paper", data="meta-math/MetaMathQA", dataset=data,
-        objective=ObjectiveConfig(empty="last"),
+        objective=ObjectiveConfig(weight="sum", empty="last"),
     )  # fmt: skip
 
 

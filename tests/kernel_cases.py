@@ -40,13 +40,15 @@ def assert_same_fields(own, expected):
 
 @st.composite
 def mask_specs(draw):
-    weight = draw(st.sampled_from(["count", "rate", "flat"]))
+    weight = draw(st.sampled_from(["count", "rate", "flat", "sum"]))
     bounds = [(0.0, 0.0), (0.0, 0.3), (0.0, 1.0), (1e-3, 1.0), (0.4, 0.4), (0.5, 1.0), (1.0, 1.0)]
     low, high = draw(st.sampled_from(bounds))
     return MaskSpec(
         block_size=draw(st.integers(1, 9) | st.just(32)), mask_id=99, low=low, high=high,
         seed=draw(st.integers(0, 2**64 - 1)), weight=weight,
-        empty=draw(st.sampled_from(["redraw", "last", "skip"])) if weight == "count" else "skip",
+        empty=draw(st.sampled_from(
+            ["redraw", "last", "skip"] if weight in ("count", "sum") else ["skip"]
+        )),
         block_factor=draw(st.sampled_from(["mean", "sum"])),
         prefix_noise=draw(st.sampled_from([0.0, 0.3, 1.0])),
         suffix_leak=draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])),

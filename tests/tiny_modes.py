@@ -12,11 +12,18 @@ from bwsft.data.packing import CanvasLayout, Example, pack
 from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.nelbo import HeldOut
-from bwsft.training.context_modes import BlockCausal, Cached, Exact, FrozenContext
+from bwsft.training.context_modes import (
+    BlockCausal,
+    Cached,
+    Exact,
+    FrozenContext,
+    SharedContext,
+)
 
 MASK, EOS = 49, 1
 PLACE = Place(0, 0, 1, 1)  # the masks of blocks don't depend on it
-KINDS = {"exact": Exact, "frozen": FrozenContext, "cached": Cached, "block_causal": BlockCausal}
+KINDS = {"exact": Exact, "frozen": FrozenContext, "shared": SharedContext, "cached": Cached,
+         "block_causal": BlockCausal}  # fmt: skip
 
 
 def model(seed=3):

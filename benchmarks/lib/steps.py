@@ -27,16 +27,21 @@ MAX_LENGTH = 256  # of a padded row, as in the paper
 
 @dataclass(frozen=True)
 class Variant:
-    """A context mode with its draws per context, and whether they are complementary."""
+    """A context mode with its draws per context, and whether they are complementary, or share the
+    context of the first; and the weight of a supervised suffix."""
 
     context: str = "exact"
     draws: int = 1
     pairs: bool = False
     dense: bool = False  # a mask in place of ranges
+    shared: bool = False
+    suffix: float = 0.0
 
 
 MODES = {
     "exact": Variant(),
+    "exact_suffix": Variant(suffix=0.5),
+    "exact_shared_k4": Variant(draws=4, shared=True),
     "cached_k1": Variant("cached"),
     "cached_k4": Variant("cached", 4),
     "block_causal": Variant("block_causal"),
@@ -60,13 +65,14 @@ class Job:
         return sum(int(b.prompt_lengths.sum() + b.response_lengths.sum()) for b in self.batches)
 
     def supervised(self, variant: Variant | None) -> float:
-        """Expected supervised tokens of a step: half of the active block for each draw, so that
-        the luck of few draws decides nothing."""
+        """Expected supervised tokens of a step: half of the active block for each draw, and with a
+        suffix half of the response, so that the luck of few draws decides nothing."""
         total, grid = 0.0, BlockGrid(self.config.block_size)
         for batch in self.batches:
             for response in batch.response_lengths.tolist():
-                whole = variant is not None and variant.context == "block_causal"
-                draws = 1 if variant is None else variant.draws
+                variant = variant or Variant()
+                whole, draws = variant.context == "block_causal", variant.draws
+                whole = whole or variant.suffix > 0
                 blocks = 1 if whole else grid.num_blocks(0, response)
                 total += draws * response / (2 * blocks)
         return total
@@ -74,7 +80,10 @@ class Job:
     def mode(self, backbone: Backbone, variant: Variant) -> ContextMode:
         config = dataclasses.replace(
             self.config, context=variant.context, draws_per_context=variant.draws,
-            objective=dataclasses.replace(self.config.objective, pairs=variant.pairs),
+            shared_context=variant.shared,
+            objective=dataclasses.replace(
+                self.config.objective, pairs=variant.pairs, suffix_weight=variant.suffix
+            ),
         )  # fmt: skip
         objective = Blockwise.of(config, backbone.family)
         return make_mode(config, backbone.family, backbone, objective, self.device)

@@ -121,8 +121,11 @@ def nominal(config: c.Config) -> tuple[int, int]:
 
 
 def masked(config: c.Config) -> float:
-    """Supervised tokens of a sequence: half of what can be masked, in every draw."""
-    whole = config.context == "block_causal" or config.objective.name == "classical"
+    """Supervised tokens of a sequence in every draw: half of what can be masked, and all of a
+    hidden suffix that is supervised, which makes it half of the response."""
+    objective = config.objective
+    whole = objective.name == "classical" or objective.suffix_weight
+    whole = whole or config.context == "block_causal"
     return config.draws_per_context * (config.gen_length if whole else config.block_size) / 2
 
 

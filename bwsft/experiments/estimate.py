@@ -56,7 +56,8 @@ def update_flops(config: c.Config, shape: Cost, prompt: float, canvas: float) ->
     if objective.name == "blockwise":
         draws = config.draws_per_context
         sequence = cost.blockwise(
-            config.context, prompt, canvas, block, draws, objective.context_grad
+            config.context, prompt, canvas, block, draws, objective.context_grad,
+            objective.suffix_weight > 0, config.shared_context,
         )
     else:
         copies = 2 if objective.name == "rdm" and objective.rdm.coupled else 1

@@ -61,6 +61,7 @@ MODES = {
     "cached, k 4": {"context": "cached", "draws_per_context": 4},
     "block_causal": {"context": "block_causal"},
 }
+SUFFIX = {"blockwise + suffix": {"suffix_weight": 1.0}}
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 PILOT_RATES = (1e-3, 3e-3, 1e-2)
 PILOT_SEED = 1000
@@ -74,8 +75,9 @@ def with_objective(
     objective = dataclasses.replace(config.objective, name=name)
     if name != "blockwise":  # what belongs to blocks, as the `released` preset sets it
         plain = ObjectiveConfig(name=name)
-        empty = objective.empty if name == "classical" else plain.empty
-        objective = dataclasses.replace(plain, empty=empty)
+        kept = ("weight", "empty") if name == "classical" else ()
+        shared = {field: getattr(objective, field) for field in kept}
+        objective = dataclasses.replace(plain, **shared)
     elif config.context == "block_causal":  # every block of a visit is trained
         objective = dataclasses.replace(objective, blocks="uniform")
     objective = dataclasses.replace(objective, **(options or {}))
@@ -160,6 +162,26 @@ def equal_flops(scale: Scale) -> Plan:
         "paper calls EQUAL-FLOPS), and at the same FLOPs, in every context mode."
     )
     return Plan("equal-flops", "EQUAL-FLOPS", question, [base_arm(scale), *arms, *equal], claims)
+
+
+def suffix(scale: Scale) -> Plan:
+    """The hidden suffix supervised in the same forward, at the FLOPs of Classical's updates."""
+    nelbo, names = (f"nelbo@{scale.block_size}",), ("classical", "blockwise, equal FLOPs")
+    arms = [Arm(names[0], with_objective(scale, names[0]), nelbo)]
+    claims = []
+    for arm, options in {names[1]: {}, **SUFFIX}.items():
+        config = with_objective(scale, "blockwise", options)
+        arms.append(Arm(arm, config, nelbo, equal_flops_of=names[0]))
+        others = names if options else ()
+        claims += [
+            Claim(f"{arm} has a lower NELBO than {other}", ((arm, nelbo[0]),), ((other, nelbo[0]),))
+            for other in others
+        ]
+    question = (
+        "Does supervising the hidden suffix close the gap to Classical? Its tokens together weigh "
+        "what the masked tokens of the block do."
+    )
+    return Plan("suffix", "A supervised suffix at equal FLOPs", question, arms, claims)
 
 
 def equal_tokens(scale: Scale) -> Plan:
@@ -272,6 +294,7 @@ def pilot(scale: Scale) -> Plan:
 PLANS: dict[str, Callable[[Scale], Plan]] = {
     "table": table,
     "equal-flops": equal_flops,
+    "suffix": suffix,
     "equal-tokens": equal_tokens,
     "block-grid": block_grid,
     "prefix-noise": partial(

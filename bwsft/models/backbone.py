@@ -171,7 +171,8 @@ class Backbone(nn.Module):
         the head, so its cost follows N and not T.
 
         ``context`` names the span that holds those tokens: the last layer then runs for it alone,
-        and with a cache all layers do. ``rows`` None is the context pass, which fills that cache.
+        and with a cache all layers do, unless it is live: that is filled by this forward. ``rows``
+        None is the context pass, which fills that cache.
         ``target`` None predicts: ``linear_argmax`` of the rows, [MASK] left out.
 
         ``smoothing``, a number or [N], and ``excluded_id`` are those of ``linear_cross_entropy``;
@@ -201,8 +202,10 @@ class Backbone(nn.Module):
         if isinstance(span, Span):
             span = span.shifted(self.family.logit_shift)
         index, flat = span.index_of(rows, batch.cu_seqlens), span.flat(batch.cu_seqlens)
-        if cache is None:
-            return self.hidden_states(**packed(batch), wanted=flat), index
+        if cache is None or context.live:
+            if cache is not None:
+                show_all(batch, cache)
+            return self.hidden_states(**packed(batch), context=cache, wanted=flat), index
         if isinstance(span, Span):
             return self.active_hidden_states(batch.ids[flat], span, cache), index
         check_ids(batch.ids, self.family.vocab_size)
@@ -216,13 +219,18 @@ class Backbone(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Context pass: store every token's keys and values, and show them all. Returns hidden
         states as :meth:`hidden_states`; ``plan`` replaces the batch's own."""
-        lengths = batch.cu_seqlens.diff()
-        longest = getattr(batch, "max_length", None)
-        even = longest is not None and longest * len(lengths) == batch.ids.numel()
-        cache.show(longest if even else lengths.long())
+        show_all(batch, cache)
         tokens = packed(batch)
         tokens["plan"] = tokens["plan"] if plan is None else plan
         return self.hidden_states(**tokens, context=cache, wanted=wanted)
+
+
+def show_all(batch: Any, cache: ContextCache) -> None:
+    """Let active tokens see every token of a packed batch, which is about to fill the cache."""
+    lengths = batch.cu_seqlens.diff()
+    longest = getattr(batch, "max_length", None)
+    even = longest is not None and longest * len(lengths) == batch.ids.numel()
+    cache.show(longest if even else lengths.long())
 
 
 def active_module(module: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ prefix        as cached, but span = active block + suffix: the suffix is recompu
 block_causal  buffers grow by finished blocks, each stored by the pass that enters the next one; a
               token sees no slot after its own block
 exact with context_grad=False: as cached, but the context pass sees the noisy block itself
+exact with shared_context: the first draw's whole forward is the context pass of the others
 
 S sequences, L slots, W tokens of a span, K key/value heads, E head width.
 """
@@ -90,10 +91,12 @@ class Listed:
 @dataclass
 class Context:
     """What a backbone's forward needs beside the batch: the active tokens, and the cache of their
-    context (None: exact, the context is recomputed with autograd)."""
+    context (None: exact, the context is recomputed with autograd). A live context is recomputed so
+    too, and fills the cache for later forwards on its way."""
 
     span: Span | Listed
     cache: ContextCache | None = None
+    live: bool = False
 
 
 @dataclass(frozen=True)

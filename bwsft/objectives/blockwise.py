@@ -22,8 +22,16 @@ A response r of Lr tokens is cut in M = ceil(Lr / B) blocks. One step of one exa
    is 1 / n, and the loss estimates the NELBO per token (nelbo.py) without bias. It does so exactly
    on (0, 1); for other bounds of pi the tokens still weigh the same, and pi stays below `high`.
 
-With complementary pairs two draws mask every token of the block once. At weight "flat" their
-average weighs each token exactly 1/|I_a|: no variance from the count, no empty draw.
+With suffix_weight lambda the hidden suffix is supervised in the same forward: to the mean loss of
+the masked tokens it adds lambda times the mean loss of the suffix in the same state. Inputs, and so
+the decoder that they match, stay as they are.
+
+With complementary pairs two draws mask every token of the block once. If the first masks all, the
+second is empty, and the first, which is the decoder's first state, weighs as both. So with "redraw"
+every pair weighs 1, and each state in expectation what it weighs without pairs: the pair estimates
+the same NELBO. At weight "flat" each token weighs exactly 1/|I_a| in every pair.
+
+The weight 1 ("sum") takes the sum over masked tokens, as the paper's Eq. 8 and 9 write it.
 
 Every choice is a pure function of (seed, example, visit): see bwsft_kernels.philox. The ablations
 (noisy prefix, leaky suffix) and the other weights are arguments, not other files.
@@ -42,7 +50,17 @@ from bwsft_kernels import MaskedBatch, MaskSpec, Stream, block_mask
 from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
-from bwsft.objectives.base import ONE24, Draw, Objective, Place, Predict, response_rows
+from bwsft.objectives.base import (
+    IGNORE,
+    ONE24,
+    Draw,
+    Objective,
+    Place,
+    Predict,
+    count,
+    response_rows,
+    supervise,
+)
 from bwsft.objectives.config import DiscreteConfig
 
 if TYPE_CHECKING:
@@ -58,6 +76,8 @@ class Blockwise(Objective):
     levels: DiscreteConfig | None = None  # weight "discrete"
     draws_per_visit: int = 1  # of one block; their losses are averaged
     one_pass: bool = False  # a draw masks every block of every response, for block_causal
+    suffix_weight: float = 0.0  # of the hidden suffix, in weights of the block
+    suffix_steps: int | None = None  # updates over which that falls to 0; None: it stays
 
     @classmethod
     def of(cls, config: Any, family: Any, responses: Iterable = ()) -> Blockwise:
@@ -67,6 +87,8 @@ class Blockwise(Objective):
             levels=config.objective.discrete if config.objective.weight == "discrete" else None,
             draws_per_visit=config.draws_per_context,
             one_pass=config.context == "block_causal",
+            suffix_weight=config.objective.suffix_weight,
+            suffix_steps=config.steps if config.objective.suffix_decay else None,
         )
 
     def draws(self, batch: Batch, place: Place, predict: Predict) -> Iterator[Draw]:
@@ -76,16 +98,21 @@ class Blockwise(Objective):
             yield from (self.one_pass_draw(batch, n) for n in range(self.draws_per_visit))
         elif self.order == "all":
             for some, block in every_block(batch, self.spec):
-                yield from self.visit(some, block)
+                yield from self.visit(some, place.step, block)
         else:
-            yield from self.visit(batch)
+            yield from self.visit(batch, place.step)
 
-    def visit(self, batch: Batch, block: int | None = None) -> Iterator[Draw]:
-        """The draws of one visit of each example, of this block if one is given."""
+    def visit(self, batch: Batch, step: int, block: int | None = None) -> Iterator[Draw]:
+        """The draws of one visit of each example in update `step`, of this block if one is given.
+        """
+        suffix = self.suffix_weight
+        if self.suffix_steps is not None:
+            suffix *= max(0.0, 1 - step / self.suffix_steps)
         for number in range(self.draws_per_visit):
             masked = self.mask(batch, number, block)
+            draw = with_suffix(batch, masked, suffix) if suffix else draw_of(batch, masked)
             yield dataclasses.replace(
-                draw_of(batch, masked), block_start=masked.block_start,
+                draw, block_start=masked.block_start,
                 block_length=masked.block_length, number=number, of=self.draws_per_visit,
             )  # fmt: skip
 
@@ -167,6 +194,27 @@ def draw_of(batch: Batch, masked: MaskedBatch) -> Draw:
         num_rows=masked.num_rows,
         region=masked.block_length.sum(),
     )
+
+
+def with_suffix(batch: Batch, masked: MaskedBatch, share: float) -> Draw:
+    """A draw that also supervises what it hides of the response after the block: these tokens share
+    evenly in `share` times the weight of the sequence's masked tokens. Its lists have T entries.
+    """
+    tokens = response_rows(batch)
+    owner, device = tokens.owner, batch.ids.device
+    stop = masked.block_start + masked.block_length
+    hidden = masked.noisy_ids != batch.ids
+    suffix = hidden & tokens.inside & (tokens.position >= stop[owner])
+    # The masked tokens of a sequence weigh the same: a maximum, which needs no order of summation.
+    each = torch.zeros(len(stop), device=device)
+    each.scatter_reduce_(0, owner[masked.rows], masked.row_weight, "amax")
+    total = share * (each * masked.count).double()
+    of_suffix = (total / count(suffix, tokens).clamp(min=1)).float()
+    weight = torch.where(suffix, of_suffix[owner], each[owner])
+    noisy = dataclasses.replace(batch, ids=masked.noisy_ids)
+    where = suffix | (masked.labels != IGNORE)
+    draw = supervise(noisy, batch.ids, where, weight, tokens)
+    return dataclasses.replace(draw, region=masked.block_length.sum() + suffix.sum())
 
 
 def mask_spec(config: Any, family: Any) -> MaskSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -95,9 +96,10 @@ class ObjectiveConfig:
     traversal of the example, in random order; sequential: each block in turn from the left; each:
     an epoch is every block of every example once, in random order (EQUAL-TOKENS); all: every block
     at every visit, at the cost of as many forwards and backwards."""
-    weight: Literal["count", "rate", "flat", "discrete"] = "count"
-    """Row weight: 1 / masked tokens; 1 / (mask rate x block length); 1 / block length; or omega_t
-    of a time t = 1..T (--objective.discrete), over the block length."""
+    weight: Literal["count", "rate", "flat", "discrete", "sum"] = "count"
+    """Row weight: 1 / masked tokens, whose mean the loss is; 1 / (mask rate x block length); 1 /
+    block length; omega_t of a time t = 1..T (--objective.discrete), over the block length; or 1,
+    which makes it their sum, as in the paper's Eq. 8 and 9."""
     empty: Literal["redraw", "last", "skip"] = "redraw"
     """A draw that masks nothing: redraw makes it one that does, so that every token of a block has
     the same expected weight; last masks the block's last token, as the paper, which then has twice
@@ -112,8 +114,14 @@ class ObjectiveConfig:
     """Ablation: share of earlier response tokens that are masked too (never supervised)."""
     suffix_leak: float = 0.0
     """Ablation: share of later response tokens that stay visible."""
+    suffix_weight: float = 0.0
+    """Supervise the hidden suffix too (--context exact): its tokens together weigh so many times
+    what the masked tokens of the block do."""
+    suffix_decay: bool = False
+    """--objective.suffix-weight falls linearly to 0 over the run."""
     pairs: bool = False
-    """Draws of one context come in complementary pairs: together they mask every token once."""
+    """Draws of one context come in complementary pairs: together they mask every token once. If one
+    masks all, the other is empty, and the first weighs as both."""
     context_grad: bool = True
     """False takes the context as a constant: in exact mode the paper's Algorithm 1, line 8, read
     literally; in block_causal what the noisy copies see of the clean rows, which then cost a
@@ -126,8 +134,9 @@ class ObjectiveConfig:
 
 
 BLOCKWISE_ONLY = (
-    "blocks weight discrete empty block_factor prefix_noise suffix_leak pairs context_grad".split()
-)
+    "blocks weight discrete empty block_factor prefix_noise suffix_leak suffix_weight suffix_decay "
+    "pairs context_grad"
+).split()
 GROUPS = "mdlm soft_masked rdm two_step".split()
 
 
@@ -136,6 +145,7 @@ def validate(objective: ObjectiveConfig) -> None:
     if not 0 < objective.low <= objective.high <= 1:
         raise ValueError("--objective.low and --objective.high must satisfy 0 < low <= high <= 1")
     _validate_weight(objective)
+    _validate_suffix(objective)
     _refuse_options_of_others(objective)
     shares = {
         "prefix-noise": objective.prefix_noise,
@@ -151,15 +161,15 @@ def validate(objective: ObjectiveConfig) -> None:
 
 def _validate_weight(objective: ObjectiveConfig) -> None:
     weight, plain = objective.weight, ObjectiveConfig()
-    if weight != "count" and objective.empty != "skip":
+    if weight in ("rate", "flat", "discrete") and objective.empty != "skip":
         raise ValueError(
             f"--objective.weight {weight} needs --objective.empty skip: filling an empty draw "
-            "biases every weight but 1/count"
+            "biases it"
         )
     if weight in ("rate", "discrete") and objective.pairs:
         raise ValueError(
             f"--objective.pairs can't go with --objective.weight {weight}: the complement's rate "
-            "is not the one that is weighed; use weight count or flat"
+            "is not the one that is weighed; use weight count, flat or sum"
         )
     if weight == "discrete" and (objective.low, objective.high) != (plain.low, plain.high):
         raise ValueError(
@@ -170,6 +180,18 @@ def _validate_weight(objective: ObjectiveConfig) -> None:
         raise ValueError("--objective.discrete needs --objective.weight discrete")
     if not 1 <= objective.discrete.steps <= 1 << 16:
         raise ValueError("--objective.discrete.steps must lie in [1, 65536]")
+
+
+def _validate_suffix(objective: ObjectiveConfig) -> None:
+    if not 0 <= objective.suffix_weight < math.inf:
+        raise ValueError("--objective.suffix-weight must be 0 or positive")
+    if objective.suffix_decay and not objective.suffix_weight:
+        raise ValueError("--objective.suffix-decay needs --objective.suffix-weight above 0")
+    if objective.suffix_weight and objective.name == "classical":
+        raise ValueError(
+            "--objective.suffix-weight is for blockwise SFT: classical SFT masks the whole "
+            "response, leave it out"
+        )
 
 
 def _refuse_options_of_others(objective: ObjectiveConfig) -> None:

@@ -3,7 +3,8 @@
 A mode yields one `Loss` per backward. Their sums add up to the sum over the batch's sequences, so
 that a step divides by sequences alone, whatever the mode. No graph outlives its backward.
 
-exact         every draw runs the whole canvas, with gradients through the context
+exact         every draw runs the whole canvas, with gradients through the context; with
+              shared_context the first one alone, whose context serves the others as a constant
 cached        a context pass without autograd, then cheap passes over the active block against it
 block_causal  all blocks in one pass: a clean row and noisy copies (block_causal.py), which see it
               with gradients, or as a constant that a pass without autograd made
@@ -109,6 +110,13 @@ class ContextMode:
         """The active blocks of a draw."""
         return Span(draw.block_start, draw.block_length.clamp(min=1), self.grid.size, self.even)
 
+    def empty_context(self, draw: Draw) -> Context:
+        """The active blocks of a draw, and room for the keys and values of its canvas."""
+        inner = getattr(self.backbone, "module", self.backbone)  # inside DDP
+        with self.autocast():  # which decides the cache's dtype
+            cache = inner.new_cache(draw.noisy.num_sequences, draw.noisy.max_length)
+        return Context(self.span(draw), cache)
+
     def idle(self, batch: Batch) -> Tensor:
         """A forward whose loss is 0, for a rank that must keep step with others."""
         batch = batch.to(self.device)
@@ -128,6 +136,17 @@ class Exact(ContextMode):
 
 
 @dataclass(frozen=True)
+class SharedContext(ContextMode):
+    """The first draw of a visit as in `Exact`; its keys and values are the context of the others,
+    of which the active rows alone run."""
+
+    def context_of(self, draw: Draw, before: Context | None) -> Context | None:
+        if draw.number == 0:
+            return dataclasses.replace(self.empty_context(draw), live=True)
+        return dataclasses.replace(before, live=False)
+
+
+@dataclass(frozen=True)
 class FrozenContext(ContextMode):
     """A context pass without autograd, then the draws' passes over the active rows against it."""
 
@@ -141,12 +160,9 @@ class FrozenContext(ContextMode):
     @torch.no_grad()
     def context_pass(self, draw: Draw) -> Context:
         """The keys and values of a draw's context, as constants."""
-        span = self.span(draw)
-        noisy = self.hidden(draw, span)
-        inner = getattr(self.backbone, "module", self.backbone)  # inside DDP
-        with self.autocast():  # which decides the cache's dtype too
-            context = Context(span, inner.new_cache(noisy.num_sequences, noisy.max_length))
-            self.backbone(noisy, None, None, None, context)
+        context = self.empty_context(draw)
+        with self.autocast():
+            self.backbone(self.hidden(draw, context.span), None, None, None, context)
         return context
 
 
@@ -285,6 +301,9 @@ def make_mode(
         return BlockCausal(*common, blocks, grad, size_at, *clean)
     if config.context == "cached":
         return Cached(*common, mask_id=family.mask_id)
-    if not config.objective.context_grad:
+    o = config.objective
+    if not o.context_grad:
         return FrozenContext(*common)
-    return Exact(*common, prune=config.objective.name == "blockwise")
+    if config.shared_context:
+        return SharedContext(*common)
+    return Exact(*common, prune=o.name == "blockwise" and not o.suffix_weight)

@@ -69,8 +69,8 @@ class BlockwiseConfig(TrainingArguments):
     """Blockwise SFT, or classical SFT: masks over the whole response."""
     blocks: Literal["uniform", "length", "rising", "falling", "traversal", "sequential"] = "uniform"
     """Which block of a response a visit makes the active one."""
-    weight: Literal["count", "rate", "flat"] = "count"
-    """Row weight: 1 / masked tokens, 1 / (mask rate x block length), or 1 / block length."""
+    weight: Literal["count", "rate", "flat", "sum"] = "count"
+    """Row weight: 1 / masked tokens, 1 / (mask rate x block length), 1 / block length, or 1."""
     empty: Literal["redraw", "last", "skip"] = ObjectiveConfig.empty
     """A draw that masks nothing becomes one that does, or masks the block's last token (the paper),
     which then has twice the weight of any other, or weighs nothing."""
@@ -80,6 +80,9 @@ class BlockwiseConfig(TrainingArguments):
     """Highest mask rate."""
     pairs: bool = False
     """Draws of one context come in complementary pairs: together they mask every token once."""
+    suffix_weight: float = 0.0
+    """Supervise the hidden suffix too, in exact mode alone: its tokens together weigh so many times
+    what the block's do."""
     context_grad: bool = True
     """False takes the context as a constant, in exact and block_causal mode."""
 
@@ -100,7 +103,8 @@ class BlockwiseConfig(TrainingArguments):
         flat = ("seed", "block_size", "gen_length", "max_length", "context", "draws_per_context",
                 "mask_token", "logit_shift")  # fmt: skip
         data = ("template", "template_args", "columns", "turns", "on_bad", "canvas")
-        objective = ("blocks", "weight", "empty", "low", "high", "pairs", "context_grad")
+        objective = ("blocks", "weight", "empty", "low", "high", "pairs", "suffix_weight",
+                     "context_grad")  # fmt: skip
 
         def take(names: tuple[str, ...]) -> dict:
             return {name: getattr(self, name) for name in names}

@@ -304,10 +304,12 @@ def check(config: c.Config, options: Mapping[str, Any]) -> None:
             f"BlockwiseTrainer cannot follow objective.blocks {config.objective.blocks!r}, whose "
             "epochs or forwards are others than the Trainer's; use bwsft train"
         )
-    if config.block_size_schedule:
+    shares = {"block_size_schedule": config.block_size_schedule,
+              "objective.suffix_decay": config.objective.suffix_decay}
+    if asked := [name for name, value in shares.items() if value]:
         raise ValueError(
-            "BlockwiseTrainer cannot follow block_size_schedule, a share of updates that it does "
-            "not know beforehand; use bwsft train"
+            f"BlockwiseTrainer cannot follow {asked[0]}, a share of updates that it does not know "
+            "beforehand; use bwsft train"
         )
     if refused := [name for name in FOREIGN if options.get(name) is not None]:
         raise ValueError(f"BlockwiseTrainer takes no {refused[0]}: its loss is the objective's")

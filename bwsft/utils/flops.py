@@ -123,11 +123,13 @@ class TrainingCost:
 
     def blockwise(
         self, context: str, prompt: float, canvas: float, block: float, draws: int = 1,
-        context_grad: bool = True,
+        context_grad: bool = True, suffix: bool = False, shared: bool = False,
     ) -> float:  # fmt: skip
         """Blockwise SFT under a context mode: `draws` masks of one block; block_causal: of every
         block, on a clean canvas and as many noisy copies of the response. Without context_grad
-        the clean canvas runs forward only there."""
+        the clean canvas runs forward only there. suffix: the hidden suffix, on average half of the
+        canvas less half a block, is supervised too. shared: the first draw's keys and values serve
+        the others."""
         model, length = self.model, prompt + canvas
         if context == "block_causal":
             copies = draws * canvas
@@ -138,10 +140,14 @@ class TrainingCost:
                 clean = (model.layers - 1) * model.layer(length, keys) + model.last(length, 0, keys)
                 return total + self.passes * clean + 3 * self.adapter * length
             return total + model.whole(length, 1) + self.adapter * length
+        draw = self.passes * (model.active(block, length) + model.head(block / 2))
+        draw += 3 * self.adapter * block  # against stored keys
+        if shared:
+            return self.full(length, block / 2, block) + (draws - 1) * draw
         if context == "cached":
-            draw = self.passes * (model.active(block, length) + model.head(block / 2))
-            draw += 3 * self.adapter * block
             return model.whole(length, None if self.dense else block) + draws * draw
+        if suffix:
+            return draws * self.full(length, canvas / 2)
         return draws * self.full(length, block / 2, block)
 
 
@@ -153,6 +159,10 @@ def step_flops(cost: Cost, prompt: int, gen: int, block: int, draws: int) -> dic
     return {
         "naive": training.full(length, length) / supervised,
         "exact": training.blockwise("exact", *sizes) / supervised,
+        "exact_suffix": training.blockwise("exact", *sizes, suffix=True) / (gen / 2),
+        f"exact_shared_k{draws}": (
+            training.blockwise("exact", *sizes, draws, shared=True) / (draws * supervised)
+        ),
         f"cached_k{draws}": training.blockwise("cached", *sizes, draws) / (draws * supervised),
         "block_causal": training.blockwise("block_causal", *sizes) / (gen / 2),
         "block_causal_pair": training.blockwise("block_causal", *sizes, 2) / gen,

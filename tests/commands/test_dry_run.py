@@ -14,6 +14,8 @@ from bwsft.objectives.config import ObjectiveConfig
 
 MODES = {
     "exact": {},
+    "suffix": {"objective": ObjectiveConfig(suffix_weight=1.0)},
+    "shared": {"draws_per_context": 4, "shared_context": True},
     "cached": {"context": "cached", "draws_per_context": 2},
     "pair": {
         "context": "block_causal", "draws_per_context": 2,

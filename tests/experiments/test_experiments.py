@@ -60,6 +60,8 @@ def test_experiments_share_their_cells():
     table = key["table", "blockwise"]
     assert table == key["block-grid", "B 10"] == key["equal-flops", "blockwise"]
     assert table == key["dynamics", "blockwise"]
+    for arm in ("classical", "blockwise, equal FLOPs"):
+        assert key["suffix", arm] == key["equal-flops", arm]
     for arm in ("blockwise, equal FLOPs", *plans.MODES):
         assert key["table", arm] == key["equal-flops", arm]
     assert key["block-grid", "B 5"] == key["prefix-noise", "0%"] == key["suffix-leak", "0%"]
@@ -69,8 +71,10 @@ def test_experiments_share_their_cells():
 
 def test_what_is_claimed():
     """Modes are compared at equal FLOPs; of a model that solves nothing, only the NELBO."""
-    for make in (plans.table, plans.equal_flops):
-        for mode in plans.MODES:
+    for make, arms in (
+        (plans.table, plans.MODES), (plans.equal_flops, plans.MODES), (plans.suffix, plans.SUFFIX)
+    ):  # fmt: skip
+        for mode in arms:
             found = [claim for claim in make(MINI).claims if claim.smaller[0][0] == mode]
             assert [f.larger[0][0] for f in found] == ["blockwise, equal FLOPs", "classical"]
     for scale in (MINI, BIG):

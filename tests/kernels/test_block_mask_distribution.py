@@ -23,8 +23,9 @@ ONE24 = 1 << 24
 def every_order(monkeypatch):
     """draws(B, **options of MaskSpec) -> marks [S, B] and weights [S, B] of all orders, fp64."""
 
-    def draws(size, steps=None, **options):
-        """steps: numbers of so many values each, independent, in the place of orders."""
+    def draws(size, steps=None, half=0, **options):
+        """steps: numbers of so many values each, independent, in the place of orders; half: of a
+        pair."""
         values = range(size + 1) if steps is None else range(steps)
         sets = itertools.permutations(values) if steps is None else itertools.product(
             values, repeat=size + 1)
@@ -43,7 +44,8 @@ def every_order(monkeypatch):
         spec = MaskSpec(size, MASK, **{"low": 0.0, **options})
         count = len(cases)
         lengths = torch.zeros(count).long(), torch.full((count,), size)
-        masked = block_mask(torch.ones(count, size).long(), *lengths, spec, impl="torch")
+        ids = torch.ones(count, size).long()
+        masked = block_mask(ids, *lengths, spec, draw=half, impl="torch")
         weights = torch.zeros(count * size, dtype=torch.float64)
         weights.index_add_(0, masked.rows, masked.row_weight.double())
         return masked.labels == 1, weights.view(count, size)
@@ -104,7 +106,31 @@ def test_redrawn_losses_estimate_the_bound_per_token(every_order):
 def test_redrawn_tokens_weigh_the_same_at_any_rates(every_order, options):
     """Independent numbers of 8 values, ties among them; no rate beyond the highest."""
     size = 3
-    marks, weights = every_order(size, steps=8, empty="redraw", **options)
-    assert marks.any(1).all()
-    expected = torch.full((size,), 1 / size).double()
-    torch.testing.assert_close(weights.mean(0), expected, rtol=1e-7, atol=0)
+    halves = [every_order(size, steps=8, half=half, empty="redraw", **options) for half in (0, 1)]
+    assert halves[0][0].any(1).all()
+    mean = sum(weights.mean(0) for _, weights in halves) / 2
+    torch.testing.assert_close(mean, torch.full((size,), 1 / size).double(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("weight", ["count", "sum"])
+@pytest.mark.parametrize("empty", ["redraw", "skip"])
+def test_a_pair_weighs_every_state_as_draws_without_pairs_do(every_order, size, weight, empty):
+    """Also the whole block masked, the decoder's first state."""
+
+    def by_state(marks, weights):
+        found = Counter()
+        for state, own in zip(map(tuple, marks.tolist()), weights.sum(1).tolist(), strict=True):
+            found[state] += own / len(marks)
+        found.pop((False,) * size, None)
+        return found
+
+    options = dict(weight=weight, empty=empty)
+    single = by_state(*every_order(size, **options))
+    halves = [every_order(size, half=half, pairs=True, **options) for half in (0, 1)]
+    pair = by_state(*(torch.cat(parts) for parts in zip(*halves, strict=True)))
+    assert pair == pytest.approx(single, rel=1e-6) and len(single) == 2**size - 1
+    assert torch.equal(halves[0][0], ~halves[1][0])
+    total = sum(weights.sum(1) for _, weights in halves)
+    if weight == "count" and empty == "redraw":  # no variance from the count
+        torch.testing.assert_close(total, torch.full_like(total, 2), rtol=1e-6, atol=0)

@@ -184,27 +184,24 @@ def test_prefix_noise_and_suffix_leak(noise):
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_pairs_supervise_every_token_once_or_draw_on_their_own(size):
-    spec, plain = (MaskSpec(size, MASK, seed=7, pairs=pairs) for pairs in (True, False))
+@pytest.mark.parametrize("empty", ["redraw", "last", "skip"])
+def test_pairs_supervise_every_token_once(size, empty):
+    """The even half is the draw without pairs, and weighs as both if the odd one is empty."""
+    spec, plain = (MaskSpec(size, MASK, seed=7, empty=empty, pairs=p) for p in (True, False))
     first, second = (draw(spec, 3 * size, draw=10 + half) for half in (0, 1))
-    block = first.block
-    single = draw(MaskSpec(size, MASK, seed=7, empty="skip"), 3 * size, draw=10)
-    whole = (single.count > 0) & (single.count < size)
-    all_marked = (1 - EPS ** (size + 1)) / ((size + 1) * (1 - EPS))
-    share = max(0, 1 - chance_of_none(size) - all_marked)
-    assert_mean(whole, share, math.sqrt(share * (1 - share)) + 1e-9)
-
-    marks = [batch.labels != -100 for batch in (first, second)]
-    position = torch.arange(3 * size + 2) - 2 - size * block[:, None]
+    single = draw(plain, 3 * size, draw=10)
+    position = torch.arange(3 * size + 2) - first.block_start[:, None]
     inside = (position >= 0) & (position < size)
-    assert torch.equal(second.block, block) and torch.equal(block, single.block)
-    assert torch.equal(marks[0][whole], (single.labels != -100)[whole])
-    assert torch.equal(marks[1][whole], (inside & ~marks[0])[whole])
-    assert torch.equal(first.rate[whole], second.rate[whole])
-    for half, batch in enumerate((first, second)):
-        alone = draw(plain, 3 * size, draw=10 + half, block=block)
-        assert torch.equal(batch.labels[~whole], alone.labels[~whole])
-        assert torch.equal(batch.rate[~whole], alone.rate[~whole])
+    marks = [batch.labels != -100 for batch in (first, second)]
+    assert torch.equal(first.labels, single.labels) and torch.equal(first.rate, single.rate)
+    assert torch.equal(marks[1], inside & ~marks[0]) and torch.equal(first.rate, second.rate)
+    whole = first.count == size
+    assert whole.any() and torch.equal(whole, second.count == 0)
+    losses = [loss_of_constant(batch) for batch in (first, second)]
+    filled = empty != "skip"
+    expected = (first.count > 0).float() * torch.where(whole & filled, 2.0, 1.0)
+    torch.testing.assert_close(losses[0], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses[1], (second.count > 0).float(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])

@@ -191,6 +191,9 @@ BAD = {
     "needs --objective.weight discrete": dict(discrete=DiscreteConfig(steps=5)),
     r"\[1, 65536\]": dict(weight="discrete", empty="skip", discrete=DiscreteConfig(steps=65537)),
     "belongs to blockwise": dict(name="mdlm", blocks="rising"),
+    "suffix-weight must be 0": dict(suffix_weight=-1.0),
+    "suffix-decay needs": dict(suffix_decay=True),
+    "masks the whole response": dict(name="classical", suffix_weight=1.0),
 }
 
 
@@ -212,6 +215,19 @@ def test_bad_objectives_say_what_is_wrong(word):
     ("sees what it predicts", dict(context="block_causal", ar_weight=0.5)),
     ("in any case", dict(context="cached", objective=c.ObjectiveConfig(context_grad=False))),
     ("draws-per-context", dict(objective=c.ObjectiveConfig(name="mdlm"))),
+    ("shared-context", dict(shared_context=True, draws_per_context=1)),
+    ("shared-context", dict(shared_context=True, context="cached")),
+    ("shared-context", dict(shared_context=True, objective=c.ObjectiveConfig(suffix_weight=1.0))),
+    ("shared-context", dict(shared_context=True, objective=c.ObjectiveConfig(name="classical"))),
+    ("or absent", dict(context="block_causal", objective=c.ObjectiveConfig(suffix_weight=1.0))),
+    ("or absent", dict(context="cached", objective=c.ObjectiveConfig(suffix_weight=1.0))),
+    (
+        "a constant",
+        dict(
+            draws_per_context=1,
+            objective=c.ObjectiveConfig(suffix_weight=1.0, context_grad=False),
+        ),
+    ),
     ("even", dict(draws_per_context=3, objective=c.ObjectiveConfig(pairs=True))),
     (
         "exact and cached",

@@ -16,43 +16,17 @@ import pytest
 import torch
 from bwsft_kernels import MaskSpec
 from tiny_modes import corrupt
+from tiny_theory import EOS, MASK, V, gradient, log_p, model
 
 from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.llada_config import LladaConfig
-from bwsft.models.loading import new_backbone
 from bwsft.objectives import blockwise
 from bwsft.objectives.config import DiscreteConfig
 
-V, MASK, EOS = 4, 4, 5
 B = 3
 STATES = list(itertools.product(range(V + 1), repeat=B))  # MASK is one of the V + 1
 BLOCKS = list(itertools.product(range(V), repeat=B))
 ORDERS = list(itertools.permutations(range(B)))
 SETS = [s for n in range(1, B + 1) for s in itertools.combinations(range(B), n)]
-
-
-def model(seed=3):
-    """A random bidirectional model with weights large enough for uneven predictions."""
-    config = LladaConfig(
-        d_model=8, n_layers=1, n_heads=2, mlp_hidden_size=12, vocab_size=V + 2,
-        max_sequence_length=32, mask_token_id=MASK, eos_token_id=EOS, pad_token_id=EOS,
-    )
-    net = new_backbone(config, seed, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    for p in net.parameters():
-        if p.dim() > 1:
-            p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype) / p.shape[1] ** 0.3
-    return net
-
-
-def log_p(net, rows):
-    """Log-probabilities of the V tokens at every position of rows [S, L] of ids: [S, L, V]."""
-    rows = torch.as_tensor(rows)
-    size, length = rows.shape
-    hidden = net.hidden_states(
-        rows.flatten(), torch.arange(length).repeat(size), torch.arange(size + 1) * length
-    )
-    return (hidden @ net.head()[0].T)[:, :V].log_softmax(-1).view(size, length, V)
 
 
 def hide(block, positions):
@@ -193,11 +167,6 @@ def losses():
     out = log_p(net, rows)
     sums = [-sum(out[k, 2 + i, RESPONSE[i]] for i in s) for k, (_, s) in enumerate(keys)]
     return net, {k: (x, gradient(net, x)) for k, x in zip(keys, sums, strict=True)}
-
-
-def gradient(net, loss):
-    parts = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
-    return torch.cat([p.flatten() for p in parts])
 
 
 def chance_of_set(a, s, rate):

@@ -184,9 +184,8 @@ def test_a_frozen_context_is_one_of_detached_keys_and_values(name):
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_weights_sum_to_one_and_pairs_supervise_every_token_once(pairs):
-    some, flat = batch(canvas="response"), dict(pairs=True, weight="flat", empty="skip")
-    options = dict(draws=4, **flat) if pairs else dict(draws=3)
-    mode = mode_around(model_of("llada"), **options)
+    some = batch(canvas="response")
+    mode = mode_around(model_of("llada"), draws=4 if pairs else 3, pairs=pairs)
     found = list(mode.objective.draws(some, PLACE, None))
     draw = mode.laid_out(some, found)
     owner = torch.searchsorted(draw.noisy.cu_seqlens[1:], draw.rows, right=True)

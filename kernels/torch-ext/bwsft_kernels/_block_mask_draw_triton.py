@@ -114,8 +114,8 @@ def marks_at(offset, start, length, sample, how, key):
     """Which tokens at these offsets in the active block are masked; `how`: draw, rate24,
     complement?, offset of a token that is masked anyway (-1: none)."""
     draw, rate24, flip, forced = how
-    marks = (u24_of(start + offset, draw, sample, MARKS, key) < rate24) != flip
-    return (marks | (offset == forced)) & (offset >= 0) & (offset < length)
+    marks = u24_of(start + offset, draw, sample, MARKS, key) < rate24
+    return ((marks | (offset == forced)) != flip) & (offset >= 0) & (offset < length)
 
 
 @triton.jit
@@ -143,19 +143,13 @@ def draw_marks(
     """(`how` of marks_at, masked tokens [Q])."""
     sample = tl.load(sequences[4] + seq, mask=inside, other=0)
     draw = tl.load(sequences[5] + seq, mask=inside, other=0)
+    odd = draw != draw
+    if PLAN.spec.pairs:  # an odd half follows the even one
+        odd = (draw & 1) == 1
+        draw = draw & -2
     rate24 = rate_of(seq, inside, draw, sample, sequences, key, PLAN)
     flip = draw != draw
     forced = draw * 0 - 1
-    if PLAN.spec.pairs:
-        even = draw & -2
-        shared24 = rate_of(seq, inside, even, sample, sequences, key, PLAN)
-        both = draw == draw
-        if PLAN.spec.weight != "flat":
-            some = count_marks(start, length, sample, (even, shared24, flip, forced), key, BLOCK_B)
-            both = (some > 0) & (some < length)
-        flip = both & ((draw & 1) == 1)
-        rate24 = tl.where(both, shared24, rate24)
-        draw = tl.where(both, even, draw)
     count = count_marks(start, length, sample, (draw, rate24, flip, forced), key, BLOCK_B)
     if PLAN.spec.empty != "skip":
         empty = (count == 0) & (length > 0)
@@ -172,4 +166,5 @@ def draw_marks(
             count = count_marks(start, length, sample, how, key, BLOCK_B)
         else:
             count = tl.where(empty, 1, count)
-    return (draw, rate24, flip, forced), count
+    count = tl.where(odd, length - count, count)
+    return (draw, rate24, odd, forced), count

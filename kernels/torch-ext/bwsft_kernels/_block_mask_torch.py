@@ -99,35 +99,28 @@ def _marks(
     """(rate in units of 2^-24, which tokens of the active block are masked)."""
     low24, high24 = spec.bounds24
     ids = inputs.sample_ids
-
-    def of_draw(draw: Tensor) -> tuple[Tensor, Tensor]:
-        u24 = _numbers(spec, Stream.RATE, 0, draw, ids)
-        rate24 = low24 + ((high24 - low24) * u24 >> 24) if inputs.rate is None else inputs.rate
-        return rate24, _numbers(spec, Stream.MARKS, position, draw[:, None], ids[:, None])
-
-    rate24, u24 = of_draw(inputs.draw)
+    draw = inputs.draw & ~1 if spec.pairs else inputs.draw  # an odd half follows the even one
+    rate24 = inputs.rate
+    if rate24 is None:
+        rate24 = low24 + ((high24 - low24) * _numbers(spec, Stream.RATE, 0, draw, ids) >> 24)
+    u24 = _numbers(spec, Stream.MARKS, position, draw[:, None], ids[:, None])
     marks = (u24 < rate24[:, None]) & inside
+    if spec.empty != "skip":
+        length = inside.sum(1)
+        empty = ~marks.any(1) & (length > 0)
+        token = length - 1
+        if spec.empty == "redraw":
+            # The rate and the number of one token change places; as far as the rate may go.
+            token = _numbers(spec, Stream.RATE, 1, draw, ids) * length >> 24
+            most24 = high24 if inputs.rate is None else inputs.rate
+            new24 = u24.gather(1, token[:, None])[:, 0].clamp(max=most24)
+            rate24 = torch.where(empty, new24, rate24)
+            marks |= (u24 < rate24[:, None]) & inside & empty[:, None]
+        forced = torch.arange(spec.block_size, device=marks.device) == token[:, None]
+        marks |= forced & empty[:, None]
     if spec.pairs:
-        shared24, shared = of_draw(inputs.draw & ~1)
-        shared = (shared < shared24[:, None]) & inside
-        both_halves = shared.any(1) & (inside & ~shared).any(1) | (spec.weight == "flat")
-        shared = torch.where((inputs.draw & 1 == 1)[:, None], inside & ~shared, shared)
-        rate24 = torch.where(both_halves, shared24, rate24)
-        marks = torch.where(both_halves[:, None], shared, marks)
-    if spec.empty == "skip":
-        return rate24, marks
-    length = inside.sum(1)
-    empty = ~marks.any(1) & (length > 0)
-    token = length - 1
-    if spec.empty == "redraw":
-        # The rate and the number of one token change places; as far as the rate may go.
-        token = _numbers(spec, Stream.RATE, 1, inputs.draw, ids) * length >> 24
-        most24 = high24 if inputs.rate is None else inputs.rate
-        new24 = u24.gather(1, token[:, None])[:, 0].clamp(max=most24)
-        rate24 = torch.where(empty, new24, rate24)
-        marks |= (u24 < rate24[:, None]) & inside & empty[:, None]
-    forced = torch.arange(spec.block_size, device=marks.device) == token[:, None]
-    return rate24, marks | (forced & empty[:, None])
+        marks = torch.where((inputs.draw & 1 == 1)[:, None], inside & ~marks, marks)
+    return rate24, marks
 
 
 def _hidden(
@@ -162,7 +155,12 @@ def block_mask_torch(inputs: MaskInputs, spec: MaskSpec) -> MaskedBatch:
     inside = offset < length[:, None]  # [S, B]
     rate24, marks = _marks(inputs, spec, start[:, None] + offset, inside)
     count = marks.sum(1)
-    denominator = {"count": count, "flat": length, "rate": rate24.double() * length * 2.0**-24}
+    denominator = {
+        "count": count, "flat": length, "rate": rate24.double() * length * 2.0**-24,
+        "sum": torch.ones_like(count),
+    }  # fmt: skip
+    if spec.pairs and spec.empty != "skip":  # a half that is the whole block speaks for both
+        factor = torch.where(count == length, 2 * factor, factor)
     weight = (factor / denominator[spec.weight]).float()  # factor is float64: one rounding
 
     # Compaction by prefix sum; what isn't supervised lands in a spare last slot.

@@ -56,6 +56,11 @@ def _list_rows(
         if PLAN.spec.weight == "rate":
             denominator = rate24 * length
             scale = 16777216.0
+        if PLAN.spec.weight == "sum":
+            denominator = count * 0 + 1
+        if PLAN.spec.pairs:
+            if PLAN.spec.empty != "skip":  # a half that is the whole block speaks for both
+                factor = tl.where(count == length, 2 * factor, factor)
         # fp64, as in torch: one rounding, so the weights are the same bits too.
         weight = (factor * scale / tl.maximum(denominator, 1).to(tl.float64)).to(tl.float32)
         row_start = tl.load(sequences[0] + seq, mask=inside, other=0)

@@ -15,7 +15,7 @@ class MaskSpec:
 
     low, high: the mask rate is uniform between them.
     weight: of a supervised token: 1/count ("count"), 1/(rate * block length) ("rate", the NELBO
-      weight) or 1/block length ("flat"), always times the `factor` of `block_mask`.
+      weight), 1/block length ("flat") or 1 ("sum"), always times the `factor` of `block_mask`.
     empty: what becomes of a draw that marks nothing, 11 % of them at 8 tokens and rates on (0, 1).
       "redraw": the rate and the number of one uniformly chosen token change places. Every token of
       a block has the same expected weight 1 / length at weight "count", whatever the rates; with
@@ -27,9 +27,10 @@ class MaskSpec:
     block_factor: "mean" estimates the average over a response's blocks, "sum" their sum.
     prefix_noise: share of earlier response tokens masked; suffix_leak: share of later ones visible.
     block_origin: the grid starts at the "response" or at "absolute" position 0 of the row.
-    pairs: draws 2i and 2i+1 share block, rate and marks, the odd one takes the complement. Where
-      one half would be empty, both draw rate and marks on their own, but not with weight "flat":
-      there a pair always supervises every token once, and half its weight whole.
+    pairs: draws 2i and 2i+1 share block, rate and marks, and the odd one takes the complement:
+      together they supervise every token once. Where the even one marks the whole block the odd one
+      is empty; unless empty is "skip" the even one then has the weight of both, so that at weight
+      "count" every pair weighs the same, and each state what it weighs without pairs.
     """
 
     block_size: int
@@ -46,7 +47,7 @@ class MaskSpec:
     pairs: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"weight": ("count", "rate", "flat"), "empty": ("redraw", "last", "skip"),
+        choices = {"weight": ("count", "rate", "flat", "sum"), "empty": ("redraw", "last", "skip"),
                    "block_factor": ("mean", "sum")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -58,13 +59,13 @@ class MaskSpec:
             raise ValueError(f"0 <= low <= high <= 1 must hold, not {self.low} and {self.high}")
         if not (0 <= self.prefix_noise <= 1 and 0 <= self.suffix_leak <= 1):
             raise ValueError("prefix_noise and suffix_leak must lie in [0, 1]")
-        if self.weight != "count" and self.empty != "skip":
+        if self.weight in ("rate", "flat") and self.empty != "skip":
             # 52 % too much loss at B 8: the fallback adds rows that 1/rate never asked for.
             raise ValueError(f'weight="{self.weight}" needs empty="skip": filling empty draws '
-                             'belongs to weight="count" and biases every other')
+                             'belongs to weight="count" or "sum" and biases every other')
         if self.weight == "rate" and self.pairs:
-            raise ValueError('weight="rate" can\'t go with pairs: a pair is conditioned on both '
-                             'halves being non-empty; use weight="count" or "flat"')
+            raise ValueError('weight="rate" can\'t go with pairs: the rate is not that of the odd '
+                             'half; use weight="count", "flat" or "sum"')
 
     @property
     def grid(self) -> BlockGrid:

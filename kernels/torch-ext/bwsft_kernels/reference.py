@@ -125,8 +125,11 @@ def block_mask(
                 noisy[token] = spec.mask_id
             if position in marked:
                 labels[token] = flat[token]
-        per = {"count": len(marked), "flat": length, "rate": rate24 * length * 2.0**-24}
+        per = {"count": len(marked), "flat": length, "sum": 1,
+               "rate": rate24 * length * 2.0**-24}  # fmt: skip
         weight = scale / per[spec.weight] if marked else 0.0
+        if spec.pairs and spec.empty != "skip" and len(marked) == length:
+            weight *= 2  # the other half is empty
         rows += [(starts[s] + position, weight) for position in sorted(marked)]
         facts.append((index, start, length, rate24 / 2**24, len(marked)))
     return _assemble(ids, noisy, labels, rows, facts, min(size * spec.block_size, len(flat)))
@@ -153,26 +156,23 @@ class _Dice:
 
     def marks(self, start: int, length: int) -> tuple[int, set[int]]:
         """(rate in units of 2^-24, set of marked positions)."""
-        rate24, marked = self._own_marks(self.draw, start, length)
-        if self.spec.pairs:
-            first = self.draw - self.draw % 2
-            shared24, shared = self._own_marks(first, start, length)
-            if 0 < len(shared) < length or self.spec.weight == "flat":
-                rest = set(range(start, start + length)) - shared
-                rate24, marked = shared24, rest if self.draw % 2 else shared
+        draw = self.draw - self.draw % 2 if self.spec.pairs else self.draw
+        rate24, marked = self._own_marks(draw, start, length)
         if not marked and length and self.spec.empty == "last":
             marked = {start + length - 1}
         if not marked and length and self.spec.empty == "redraw":
-            rate24, marked = self._redrawn(rate24, start, length)
+            rate24, marked = self._redrawn(draw, rate24, start, length)
+        if draw < self.draw:
+            marked = set(range(start, start + length)) - marked
         return rate24, marked
 
-    def _redrawn(self, rate24: int, start: int, length: int) -> tuple[int, set[int]]:
+    def _redrawn(self, draw: int, rate24: int, start: int, length: int) -> tuple[int, set[int]]:
         """An empty draw's rate takes the number of one token, which is marked."""
-        token = start + (self.u24(Stream.RATE, 1) * length >> 24)
+        token = start + (self.u24(Stream.RATE, 1, draw) * length >> 24)
         high = round(self.spec.high * 2**24) if self.rate24 is None else rate24
-        rate24 = min(self.u24(Stream.MARKS, token), high)
+        rate24 = min(self.u24(Stream.MARKS, token, draw), high)
         positions = range(start, start + length)
-        return rate24, {p for p in positions if self.u24(Stream.MARKS, p) < rate24} | {token}
+        return rate24, {p for p in positions if self.u24(Stream.MARKS, p, draw) < rate24} | {token}
 
     def hides(self, position: int, start: int, end: int) -> bool:
         """Whether a response token outside the active block [start, end) is masked."""
