@@ -26,7 +26,7 @@ def run_experiment(options: ExperimentOptions) -> int:
     scale = chosen_scale(options)
     plan = PLANS[options.name](scale)
     seeds = list(range(options.seeds or scale.seeds))
-    if options.name == "pilot":
+    if options.name.endswith("pilot"):
         seeds = [PILOT_SEED + seed for seed in range(options.seeds or 1)]
     for arm in plan.arms:
         c.validate(arm.config)

@@ -15,7 +15,7 @@ from pathlib import Path
 from bwsft.checkpoints.folders import versions
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import TestSet
-from bwsft.experiments.plans import Plan
+from bwsft.experiments.arms import Plan
 from bwsft.experiments.results import Judged, Measured, is_nelbo, judge
 from bwsft.experiments.scales import Scale
 from bwsft.experiments.statistics import mean_error

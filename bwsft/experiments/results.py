@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from bwsft.experiments.plans import Claim, Plan
+from bwsft.experiments.arms import Claim, Plan
 from bwsft.experiments.statistics import Contrast, contrast, holm, verdict
 
 
@@ -25,6 +25,8 @@ class Measured:
         kind, _, at = measure.partition("@")
         if kind == "curve":
             return [curve(cell, float(at) / 100) for cell in self.cells]
+        if measure == "seconds":
+            return [cell["train"]["cpu_seconds"] for cell in self.cells]
         if any(measure not in cell["measures"] for cell in self.cells):
             return None
         return [cell["measures"][measure][rule] for cell in self.cells]
@@ -38,6 +40,11 @@ class Measured:
 
 def is_nelbo(measure: str) -> bool:
     return measure.startswith(("nelbo", "pilot", "curve"))
+
+
+def is_of_training(measure: str) -> bool:
+    """Whether the training itself left it: a point of its curve, or its CPU seconds."""
+    return measure.startswith("curve") or measure == "seconds"
 
 
 def curve(cell: dict, share: float) -> float:
@@ -58,7 +65,7 @@ class Judged:
 
 def judge(plan: Plan, arms: list[Measured], seeds: int) -> list[Judged]:
     """The plan's claims in order; p-values are adjusted over those about the NELBO, and over those
-    about exact match (Holm)."""
+    about exact match or CPU seconds (Holm)."""
     by_name = {arm.name: arm for arm in arms}
     found = [
         contrast(side(claim.smaller, by_name, seeds), side(claim.larger, by_name, seeds))

@@ -20,8 +20,8 @@ from bwsft import config as c
 from bwsft.experiments import cells
 from bwsft.experiments.cells import Cell
 from bwsft.experiments.measures import TestSet
-from bwsft.experiments.plans import Arm, Plan
-from bwsft.experiments.results import Measured
+from bwsft.experiments.arms import Arm, Plan
+from bwsft.experiments.results import Measured, is_of_training
 from bwsft.utils.files import write_atomic
 
 
@@ -164,8 +164,8 @@ def with_updates(config: c.Config, steps: int) -> c.Config:
 
 
 def arm_measures(arm: Arm) -> tuple[str, ...]:
-    """What is taken on a finished cell; curves are read from its training."""
-    return tuple(m for m in arm.measures if not m.startswith("curve"))
+    """What is taken on a finished cell."""
+    return tuple(m for m in arm.measures if not is_of_training(m))
 
 
 def cells_of(arm: Arm, config: c.Config, seeds: list[int]) -> Iterator[Cell]:

@@ -1,0 +1,73 @@
+"""What dense Blockwise SFT is worth: noisy copies of --context block_causal at equal FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from bwsft import config as c
+from bwsft.experiments.arms import Arm, Claim, Plan, with_objective
+from bwsft.experiments.scales import Scale
+from bwsft.objectives.config import ObjectiveConfig
+
+ONE = "one copy"
+PAIR = {"draws_per_context": 2, "objective": {"pairs": True}}
+COPIES: dict[str, dict[str, Any]] = {
+    ONE: {},
+    "two copies": {"draws_per_context": 2},
+    "four copies": {"draws_per_context": 4},
+    "one pair": PAIR,
+    "one pair, frozen context": PAIR | {"objective": {"pairs": True, "context_grad": False}},
+    "one copy, blocks shrink": {"block_size_schedule": 0.25},
+}
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+# Of RATES the best for each arm (experiment `copies-pilot`).
+COPIES_RATES = dict.fromkeys(COPIES, 2e-3)
+BATCH = 16
+
+
+def one_pass(scale: Scale, name: str, lr: float | None = None) -> c.Config:
+    """An arm of COPIES, in the library's own draws: 16 sequences an update, no evaluations on the
+    way. lr: peak learning rate; none: the scale's."""
+    changes = dict(COPIES[name])
+    draws = {"empty": ObjectiveConfig.empty, **changes.pop("objective", {})}
+    config = with_objective(scale, "blockwise", draws, context="block_causal", **changes)
+    optim = config.optim if lr is None else dataclasses.replace(config.optim, lr=lr)
+    evals = dataclasses.replace(config.eval, every=0)
+    return dataclasses.replace(
+        config, batch_size=BATCH, micro_batch_size=min(BATCH, config.micro_batch_size),
+        optim=optim, eval=evals,
+    )  # fmt: skip
+
+
+def copies_pilot(scale: Scale) -> Plan:
+    """Learning rates of the arms of `copies`, at the FLOPs of that experiment, on another seed and
+    on problems that it does not use."""
+    measures, arms = (f"pilot@{scale.block_size}",), []
+    for name in COPIES:
+        for lr in RATES:
+            same = None if name == ONE else f"{ONE}, lr {RATES[0]:g}"
+            config = one_pass(scale, name, lr)
+            arms.append(Arm(f"{name}, lr {lr:g}", config, measures, equal_flops_of=same))
+    question = "Which peak learning rate suits each way to make noisy copies, at equal FLOPs?"
+    return Plan("copies-pilot", "Pilot: learning rates of noisy copies", question, arms, ())
+
+
+def copies(scale: Scale) -> Plan:
+    """Noisy copies at the FLOPs of as many updates of one copy as the scale has."""
+    measures, arms, claims = (f"nelbo@{scale.block_size}", "seconds"), [], []
+    for name, lr in COPIES_RATES.items():
+        # The rates were chosen for a model of a million parameters.
+        config = one_pass(scale, name, None if scale.name == "8b" else lr)
+        arms.append(Arm(name, config, measures, equal_flops_of=None if name == ONE else ONE))
+    for what, measure in zip(("a lower NELBO", "fewer CPU seconds"), measures, strict=True):
+        claims += [
+            Claim(f"{name} has {what} than {ONE}", ((name, measure),), ((ONE, measure),))
+            for name in COPIES
+            if name != ONE
+        ]
+    question = (
+        "Every response as one clean row and noisy copies (--context block_causal): which copies "
+        "reach the lowest held-out NELBO at the same FLOPs?"
+    )
+    return Plan("copies", "Noisy copies at equal FLOPs", question, arms, claims)
