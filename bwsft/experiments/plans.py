@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from bwsft.experiments.arms import Arm, Claim, Plan, all_at, better, with_objective
-from bwsft.experiments.dense_plans import copies, copies_pilot
+from bwsft.experiments.dense_plans import copies, copies_pilot, gradients
 from bwsft.experiments.scales import Scale
 
 OBJECTIVES = ("classical", "mdlm", "soft_masked", "rdm", "two_step", "blockwise")
@@ -211,4 +211,5 @@ PLANS: dict[str, Callable[[Scale], Plan]] = {
     "pilot": pilot,
     "copies": copies,
     "copies-pilot": copies_pilot,
+    "gradients": gradients,
 }

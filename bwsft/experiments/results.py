@@ -17,15 +17,15 @@ class Measured:
     name: str
     cells: list[dict]
     flops: float | None
-    """Training FLOPs of a cell."""
+    """Training FLOPs of a cell; of one update where gradients are measured."""
 
-    def values(self, measure: str, rule: str = "value") -> list[float] | None:
-        """One value per cell (`rule`: "strict" of an answer file); None if the arm doesn't take
-        this measure."""
+    def values(self, measure: str, rule: str = "value") -> list | None:
+        """One value per cell (`rule`: "strict" of an answer file; [value, low, high] for the parts
+        of a gradient); None if the arm doesn't take this measure."""
         kind, _, at = measure.partition("@")
         if kind == "curve":
             return [curve(cell, float(at) / 100) for cell in self.cells]
-        if measure == "seconds":
+        if measure == "cpu_seconds":
             return [cell["train"]["cpu_seconds"] for cell in self.cells]
         if any(measure not in cell["measures"] for cell in self.cells):
             return None
@@ -42,9 +42,13 @@ def is_nelbo(measure: str) -> bool:
     return measure.startswith(("nelbo", "pilot", "curve"))
 
 
+def is_gradient(measure: str) -> bool:
+    return measure.startswith("gradient")
+
+
 def is_of_training(measure: str) -> bool:
     """Whether the training itself left it: a point of its curve, or its CPU seconds."""
-    return measure.startswith("curve") or measure == "seconds"
+    return measure.startswith("curve") or measure == "cpu_seconds"
 
 
 def curve(cell: dict, share: float) -> float:
