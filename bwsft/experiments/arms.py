@@ -53,6 +53,18 @@ class Plan:
     claims: Sequence[Claim]
 
 
+def only(plan: Plan, names: Sequence[str]) -> Plan:
+    """The plan with these arms, those whose FLOPs they equal, and the claims about no others.
+    ValueError for a name that it does not have."""
+    if unknown := [name for name in names if name not in {arm.name for arm in plan.arms}]:
+        known = ", ".join(repr(arm.name) for arm in plan.arms)
+        raise ValueError(f"--arms {unknown[0]!r}: {plan.name} has {known}")
+    kept = {*names} | {arm.equal_flops_of for arm in plan.arms if arm.name in names}
+    arms = [arm for arm in plan.arms if arm.name in kept]
+    about = [({name for name, _ in (*x.smaller, *x.larger)}, x) for x in plan.claims]
+    return dataclasses.replace(plan, arms=arms, claims=[x for names, x in about if names <= kept])
+
+
 def with_objective(
     scale: Scale, name: str, options: Mapping[str, Any] | None = None, **changes: Any
 ) -> c.Config:

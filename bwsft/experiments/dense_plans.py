@@ -24,7 +24,7 @@ RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 # Of RATES the best for each arm (experiment `copies-pilot`).
 COPIES_RATES = {
     ONE: 2e-3, "one pair": 1e-3, "two copies": 2e-3, "four copies": 1e-3,
-    "one pair, frozen context": 1e-3, "one copy, blocks shrink": 2e-3,
+    "one pair, frozen context": 2e-3, "one copy, blocks shrink": 2e-3,
 }  # fmt: skip
 BATCH = 16
 LIBRARY = {"empty": ObjectiveConfig.empty}  # the paper's empty draws favor a block's last token

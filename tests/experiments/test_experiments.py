@@ -14,6 +14,7 @@ from bwsft import presets
 from bwsft.cli import main
 from bwsft.experiments import cells, estimate, measures, plans, report, results, scales
 from bwsft.experiments import statistics as st
+from bwsft.experiments.arms import only
 from bwsft.experiments.runner import Meters, cells_of, check_test_set, measured, settle
 
 MINI, BIG = scales.mini(), scales.eight_b()
@@ -184,6 +185,15 @@ def test_arms_with_rates_of_their_own_and_their_cpu_seconds():
     assert worse.verdict == "opposite" and worse.found.mean == pytest.approx(0.01)
     cheaper = judged["one copy, blocks shrink has fewer CPU seconds than one copy"]
     assert cheaper.found.mean == pytest.approx(-5) and cheaper.adjusted_p < 0.05
+
+
+def test_some_arms_of_a_plan(capsys):
+    """With the arm that their FLOPs equal, and with the claims about them alone."""
+    plan = only(plans.copies(MINI), ["one pair", "four copies"])
+    assert [arm.name for arm in plan.arms] == ["one copy", "one pair", "four copies"]
+    assert len(plan.claims) == 4
+    assert main(["experiment", "copies", "--arms", "one pear", "--dry-run"]) == 2
+    assert "'one pear': copies has 'one copy', 'one pair'" in capsys.readouterr().err
 
 
 def test_a_page_names_data_without_the_way_there():
