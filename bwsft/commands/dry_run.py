@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bwsft.checkpoints.resolve import TINY
 from bwsft.data.packing import Example, pack
 from bwsft.models.backbone import Backbone, trainable
 from bwsft.models.families import Facts, read_config
-from bwsft.models.hollow import cut, hollow_backbone
+from bwsft.models.hollow import hollow_backbone, layer_kinds, with_layers
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.weight_files import read_json
 from bwsft.objectives.base import Place
@@ -137,19 +138,20 @@ def dtype_of(config: c.Config) -> torch.dtype:
 
 
 def count(config: c.Config, shape: Any) -> Counted:
-    """All of it, for a model's config: told from two and three layers, of which all but the last
-    cost the same."""
-    two, three = (counted(config, shape, layers) for layers in (2, 3))
-    more = shape.num_hidden_layers - 2
-    pairs = zip(dataclasses.astuple(two), dataclasses.astuple(three), strict=True)
-    return Counted(*(a + more * (b - a) for a, b in pairs))
+    """All of it, for a model's config: told from its first two layers, and from what a third one of
+    each kind adds."""
+    first, rest = (kinds := layer_kinds(shape))[:2], Counter(kinds[2:])
+    total = two = np.array(counted(config, shape, first))
+    for kind, number in rest.items():
+        total = total + number * (np.array(counted(config, shape, [*first, kind])) - two)
+    return Counted(*total.tolist())
 
 
-def counted(config: c.Config, shape: Any, layers: int) -> Counted:
-    """Of one sequence through so many layers."""
-    backbone = hollow_backbone(cut(shape, layers), dtype_of(config), config.lora)
+def counted(config: c.Config, shape: Any, kinds: list[str]) -> tuple[int, ...]:
+    """The fields of Counted, of one sequence through layers of these kinds."""
+    backbone = hollow_backbone(with_layers(shape, kinds), dtype_of(config), config.lora)
     backbone.set_gradient_checkpointing(config.grad_checkpointing)
-    return step_of(config, backbone)
+    return dataclasses.astuple(step_of(config, backbone))
 
 
 def step_of(config: c.Config, backbone: Backbone) -> Counted:

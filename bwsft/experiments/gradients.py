@@ -41,8 +41,8 @@ PARTS = {
     "squared_own": "squared cosine, own",
 }
 PER_FLOP = ("noise x TFLOP", "squared / TFLOP", "own squared / TFLOP")
-DRAWS = 64  # gradients of an arm
-GROUPS, EACH = 16, 16  # of a reference: so many means of so many draws
+DRAWS = 48  # gradients of an arm
+GROUPS, EACH = 16, 12  # of a reference: so many means of so many draws
 COUNTED = 4  # draws under the FLOP counter
 APART = 1 << 20  # visits of the references begin here, so that they share no draw with an arm
 RESAMPLES = 1000

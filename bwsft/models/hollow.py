@@ -32,23 +32,30 @@ def hollow_backbone(
     if lora is not None and lora.rank:
         add_lora(backbone, lora, seed=0)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    made = {  # one for each, however many modules share it
+        id(p): nn.Parameter(like(p, fake), p.requires_grad) for p in backbone.parameters()
+    }
     for module in backbone.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                empty = like(parameter, fake)
-                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = like(buffer, fake)
     return backbone.train()
 
 
-def cut(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The config of the model's first layers."""
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """What distinguishes each layer of the model, "" where all are alike."""
+    return list(getattr(config, "layer_types", None) or [""] * config.num_hidden_layers)
+
+
+def with_layers(config: PreTrainedConfig, kinds: list[str]) -> PreTrainedConfig:
+    """The config of a model with layers of these kinds."""
     config = copy.deepcopy(config)
-    config.num_hidden_layers = layers
-    if kinds := getattr(config, "layer_types", None):
-        config.layer_types = kinds[:layers]
+    config.num_hidden_layers = len(kinds)
+    if getattr(config, "layer_types", None):
+        config.layer_types = kinds
     return config
 
 

@@ -36,11 +36,12 @@ def _loss_flops(
     x: torch.Size, weight: torch.Size, bias: object, target: torch.Size, *rest: object,
     out_shape: tuple, **_: object,
 ) -> int:
-    """Of linear_cross_entropy, from shapes: logits, and x's gradient where forward makes it."""
+    """Of linear_cross_entropy, from shapes: logits, and x's and the bias's gradients where forward
+    makes them."""
     num_rows = rest[-5]
     rows = out_shape[3][0] or (target[0] if num_rows is None else num_rows)
     made = out_shape[2].numel() > 0
-    return 2 * rows * weight.numel() * (1 + made)
+    return 2 * rows * (weight.numel() * (1 + made) + weight[0] * rest[-1][2])
 
 
 def _loss_bwd_flops(

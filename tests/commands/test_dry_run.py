@@ -51,8 +51,10 @@ def test_other_layouts_from_config_json_alone(name, kind, tmp_path):
     config.json."""
     sizes = dict(
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=5,
-        vocab_size=90, max_position_embeddings=128,
+        vocab_size=90, max_position_embeddings=128, pad_token_id=0,
     )  # fmt: skip
+    if kind in ("dream", "sdar"):  # whose classes have an id of [MASK]
+        sizes["mask_token_id"] = 80
     kinds = {"dream": "Dream"}
     few = {} if kind in ("bert", "modernbert") else {"num_key_value_heads": 2, "head_dim": 8}
     content = {"model_type": kinds.get(kind, kind), **sizes, **few}
