@@ -21,7 +21,7 @@ COPIES: dict[str, dict[str, Any]] = {
     "one copy, blocks shrink": {"block_size_schedule": 0.25},
 }
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
-# Of RATES the best for each arm (experiment `copies-pilot`).
+# The best of RATES for each arm by one seed (experiment `copies-pilot`); the last was not tried.
 COPIES_RATES = {
     ONE: 2e-3, "one pair": 1e-3, "two copies": 2e-3, "four copies": 1e-3,
     "one pair, frozen context": 2e-3, "one copy, blocks shrink": 2e-3,
@@ -55,7 +55,7 @@ def copies_pilot(scale: Scale) -> Plan:
     measures, arms = (f"pilot@{scale.block_size}",), []
     for name in COPIES:
         for lr in RATES:
-            same = None if name == ONE else f"{ONE}, lr {RATES[0]:g}"
+            same = None if name == ONE else f"{ONE}, lr {COPIES_RATES[ONE]:g}"
             config = one_pass(scale, name, lr)
             arms.append(Arm(f"{name}, lr {lr:g}", config, measures, equal_flops_of=same))
     question = "Which peak learning rate suits each way to make noisy copies, at equal FLOPs?"
