@@ -53,7 +53,7 @@ def axis_label(name: str) -> str:
     kind, _, block = name.partition("@")
     if kind in ("nelbo", "pilot"):
         return f"NELBO at B {block}, nats per token"
-    return f"{kind} at B {block}"
+    return f"{kind} at B {block}" if block else kind.replace("cpu_seconds", "CPU seconds")
 
 
 def dots(finished: Finished) -> Figure:
