@@ -181,7 +181,7 @@ def test_arms_with_rates_of_their_own_and_their_cpu_seconds():
     (line, *_) = csv.DictReader(report.csv_text(finished).split("\n"))
     assert line["cpu_seconds"] == "50.0"
     judged = {j.claim.text: j for j in results.judge(plan, arms, 3)}
-    worse = judged["two copies has a lower NELBO than one copy"]
+    worse = judged["one pair has a lower NELBO than one copy"]
     assert worse.verdict == "opposite" and worse.found.mean == pytest.approx(0.01)
     cheaper = judged["one copy, blocks shrink has fewer CPU seconds than one copy"]
     assert cheaper.found.mean == pytest.approx(-5) and cheaper.adjusted_p < 0.05
