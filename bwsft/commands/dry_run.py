@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from bwsft import config as c
 from bwsft.checkpoints.resolve import TINY
 from bwsft.data.packing import Example, pack
 from bwsft.models.backbone import Backbone, trainable
-from bwsft.models.families import read_config
-from bwsft.models.hollow import hollow_backbone
+from bwsft.models.families import Facts, read_config
+from bwsft.models.hollow import hollow_backbone, layer_kinds, with_layers
 from bwsft.models.llada_config import LladaConfig
+from bwsft.models.weight_files import read_json
 from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.classical import Classical
@@ -67,7 +69,7 @@ class Kept:
 def print_cost(config: c.Config) -> None:
     """Print what the run `config` costs on nominal sequences, half of max_length prompt. ValueError
     for an objective or a model that this cannot count."""
-    config, shape = countable(config), llada_of(config)
+    config, shape = countable(config), shape_of(config)
     counted = count(config, shape)
     batch, steps, (prompt, canvas) = config.batch_size, config.steps, nominal(config)
     supervised, kept = batch * masked(config), config.micro_batch_size * counted.kept
@@ -103,16 +105,20 @@ def countable(config: c.Config) -> c.Config:
     )  # fmt: skip
 
 
-def llada_of(config: c.Config) -> LladaConfig:
-    """The layers to count: of a folder's config.json, of the embedded base, or LLaDA-8B's for a
-    LLaDA of the Hub, which is not looked up. ValueError for another family."""
+def shape_of(config: c.Config) -> Any:
+    """The model's config: a folder's, the embedded base's, or LLaDA-8B's for a LLaDA of the Hub,
+    which is not looked up. Where config.json lacks [MASK] or an end token, their ids change no
+    count. ValueError for another name than a folder's."""
     folder = Path(config.model) if config.model else TINY
-    if not folder.is_dir() and "llada" in folder.name.lower():
-        return LladaConfig()
-    shape = read_config(folder) if folder.is_dir() else None
-    if not isinstance(shape, LladaConfig):
-        raise ValueError(f"--dry-run counts the layers of a LLaDA, which {config.model} is not")
-    return shape
+    if not folder.is_dir():
+        if "llada" in folder.name.lower():
+            return LladaConfig()
+        raise ValueError(
+            f"--dry-run asks no Hub: hf download {config.model} config.json --local-dir DIR, then "
+            "--model DIR"
+        )
+    last = read_json(folder / "config.json").get("vocab_size", 1) - 1
+    return read_config(folder, Facts(last, config.logit_shift, last))
 
 
 def nominal(config: c.Config) -> tuple[int, int]:
@@ -134,21 +140,21 @@ def dtype_of(config: c.Config) -> torch.dtype:
     return torch.bfloat16 if is_for_a_gpu(config) and config.lora.rank else torch.float32
 
 
-def count(config: c.Config, shape: LladaConfig) -> Counted:
-    """All of it, told from two and three layers: all but the last cost the same."""
-    two, three = (counted(config, shape, layers) for layers in (2, 3))
-    more = shape.n_layers - 2
-    pairs = zip(dataclasses.astuple(two), dataclasses.astuple(three), strict=True)
-    return Counted(*(a + more * (b - a) for a, b in pairs))
+def count(config: c.Config, shape: Any) -> Counted:
+    """All of it, for a model's config: told from its first two layers, and from what a third one of
+    each kind adds."""
+    first, rest = (kinds := layer_kinds(shape))[:2], Counter(kinds[2:])
+    total = two = np.array(counted(config, shape, first))
+    for kind, number in rest.items():
+        total = total + number * (np.array(counted(config, shape, [*first, kind])) - two)
+    return Counted(*total.tolist())
 
 
-def counted(config: c.Config, shape: LladaConfig, layers: int) -> Counted:
-    """Of one sequence through so many layers."""
-    shape = copy.deepcopy(shape)
-    shape.n_layers = layers
-    backbone = hollow_backbone(shape, dtype_of(config), config.lora)
+def counted(config: c.Config, shape: Any, kinds: list[str]) -> tuple[int, ...]:
+    """The fields of Counted, of one sequence through layers of these kinds."""
+    backbone = hollow_backbone(with_layers(shape, kinds), dtype_of(config), config.lora)
     backbone.set_gradient_checkpointing(config.grad_checkpointing)
-    return step_of(config, backbone)
+    return dataclasses.astuple(step_of(config, backbone))
 
 
 def step_of(config: c.Config, backbone: Backbone) -> Counted:

@@ -33,6 +33,8 @@ class Cell:
 
     config: c.Config
     trained: bool = True
+    drawn: bool = False
+    """Untouched, and what it is measured by depends on the objective's draws."""
 
     @property
     def key(self) -> str:
@@ -41,6 +43,8 @@ class Cell:
         mode = config.context
         if config.draws_per_context > 1:
             mode += f"-k{config.draws_per_context}"
+        if self.drawn:
+            return f"gradient-{mode}-{digest(config)}"
         if not self.trained:  # training settings don't touch it
             plain = c.Config(
                 model=config.model, tokenizer=config.tokenizer, data=config.data,

@@ -12,6 +12,7 @@ from rich.table import Table
 from bwsft import config as c
 from bwsft.data.word_problems import named
 from bwsft.experiments import report, scales
+from bwsft.experiments.arms import only
 from bwsft.experiments.estimate import print_plan
 from bwsft.experiments.measures import TestSet
 from bwsft.experiments.options import ExperimentOptions
@@ -25,8 +26,10 @@ def run_experiment(options: ExperimentOptions) -> int:
     """Run `bwsft experiment` and return the exit status. ValueError for options that don't fit."""
     scale = chosen_scale(options)
     plan = PLANS[options.name](scale)
+    if options.arms:
+        plan = only(plan, options.arms)
     seeds = list(range(options.seeds or scale.seeds))
-    if options.name == "pilot":
+    if options.name.endswith("pilot"):
         seeds = [PILOT_SEED + seed for seed in range(options.seeds or 1)]
     for arm in plan.arms:
         c.validate(arm.config)

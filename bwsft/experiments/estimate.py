@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bwsft import config as c
-from bwsft.experiments.plans import Arm, Plan
+from bwsft.experiments.arms import Arm, Plan
 from bwsft.experiments.scales import Scale
 from bwsft.utils.flops import Cost, TrainingCost
 

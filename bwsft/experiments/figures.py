@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bwsft.experiments.gradients import PARTS
 from bwsft.experiments.results import Measured
 from bwsft.experiments.statistics import mean_error
 
@@ -25,6 +26,7 @@ def draw(finished: Finished) -> bytes:
         "suffix-leak": lines,
         "equal-tokens": lines,
         "dynamics": curves,
+        "gradients": intervals,
     }
     out = io.BytesIO()
     shapes.get(finished.plan.name, dots)(finished).savefig(out, dpi=110, format="png")
@@ -51,7 +53,7 @@ def axis_label(name: str) -> str:
     kind, _, block = name.partition("@")
     if kind in ("nelbo", "pilot"):
         return f"NELBO at B {block}, nats per token"
-    return f"{kind} at B {block}"
+    return f"{kind} at B {block}" if block else kind.replace("cpu_seconds", "CPU seconds")
 
 
 def dots(finished: Finished) -> Figure:
@@ -154,4 +156,20 @@ def curves(finished: Finished) -> Figure:
     for axis, what in zip(axes, ("updates", "supervised tokens"), strict=True):
         axis.set(xlabel=what, ylabel="held-out NELBO, nats per token")
         axis.legend()
+    return figure
+
+
+def intervals(finished: Finished) -> Figure:
+    """Noise of the gradient and its expected squared cosines, with their intervals."""
+    (name,), arms = finished.measures, finished.arms
+    parts = ("noise", "squared_exact", "squared_own")
+    figure, axes = panels(len(parts), 13, 0.35 * len(arms) + 1.2)
+    for axis, part in zip(axes, parts, strict=True):
+        values, lows, highs = zip(*(arm.values(name, part)[0] for arm in arms), strict=True)
+        axis.barh(range(len(arms)), values, color="tab:blue", alpha=0.5)
+        axis.hlines(range(len(arms)), lows, highs, color="black")
+        axis.set_yticks(range(len(arms)), [arm.name for arm in arms])
+        axis.set_ylim(len(arms) - 0.5, -0.5)
+        axis.set_xlabel(PARTS[part])
+        axis.grid(axis="x", alpha=0.3)
     return figure

@@ -2,7 +2,8 @@
 
 A measure is a name: "nelbo@10" and "solved@10" on generated test problems; "gsm8k@32" and "math@32"
 on answer files, under the ladder and under the paper's strict rule; "pilot@10", the NELBO on the
-half of the test problems that chooses settings and that no result is reported on.
+half of the test problems that chooses settings and that no result is reported on; "gradient@8", of
+an update's gradient at these weights (gradients.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bwsft.data import word_problems
 from bwsft.data.dataset import load_set
 from bwsft.data.packing import pack
 from bwsft.evaluation.exact_match import TEST_SEED, solve
+from bwsft.experiments import gradients
 from bwsft.objectives.nelbo import HeldOut
 from bwsft.training.context_modes import make_mode
 from bwsft.training.run_data import data_options, layout_of
@@ -49,6 +51,8 @@ def measure(name: str, source: str | None, config: c.Config, tests: TestSet, ste
     files whose names begin with `stem`."""
     kind, _, block = name.partition("@")
     config = dataclasses.replace(config, block_size=int(block))
+    if kind == "gradient":
+        return gradients.measure(config, Path(stem).parent)
     if kind in ("nelbo", "pilot"):
         trained = load_trained(source, device=config.device)
         return {"value": held_out_nelbo(trained, config, tests, pilot=kind == "pilot")}

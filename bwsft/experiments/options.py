@@ -31,6 +31,8 @@ class ExperimentOptions:
     """Folder of the page, table and figure; default OUT/reports."""
     seeds: int | None = None
     """Seeds per arm; default 5 (mini) or 3 (8b)."""
+    arms: tuple[str, ...] = ()
+    """Run and report these alone, with the arms whose FLOPs they equal; none: all of the plan."""
     steps: int | None = None
     """Updates of an arm, instead of the scale's."""
     seconds: float = 40

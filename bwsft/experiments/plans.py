@@ -1,59 +1,15 @@
-"""What each experiment compares, and what would count as reproducing the paper.
-
-An `Arm` is one way to train: a config and what is measured on its result. A `Claim` is one sentence
-of the paper as a contrast of measures, written down with the plan: two sets of (arm, measure), and
-which should be smaller.
-"""
+"""What each experiment compares, and what would count as reproducing the paper."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bwsft import config as c
+from bwsft.experiments.arms import Arm, Claim, Plan, all_at, better, with_objective
+from bwsft.experiments.dense_plans import copies, copies_pilot, gradients
 from bwsft.experiments.scales import Scale
-from bwsft.objectives.config import ObjectiveConfig
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One training that is compared; its cells are its seeds."""
-
-    name: str
-    config: c.Config
-    """Without seed and folder."""
-    measures: tuple[str, ...]
-    """"nelbo@B" and "solved@B" / "gsm8k@B" / "math@B": decoded in blocks of B."""
-    trained: bool = True
-    """False: the untouched base, decoded as this config says."""
-    equal_flops_of: str | None = None
-    """Updates are scaled so that the FLOPs equal this arm's."""
-    traversals: int | None = None
-    """Updates are those of so many traversals of the data."""
-    cpu_seconds: float | None = None
-    """Updates are as many as take this time."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The mean of `smaller` is below the mean of `larger`, each a tuple of (arm, measure)."""
-
-    text: str
-    smaller: tuple[tuple[str, str], ...]
-    larger: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    name: str
-    title: str
-    question: str
-    arms: Sequence[Arm]
-    claims: Sequence[Claim]
-
 
 OBJECTIVES = ("classical", "mdlm", "soft_masked", "rdm", "two_step", "blockwise")
 MODES = {
@@ -67,43 +23,10 @@ PILOT_RATES = (1e-3, 3e-3, 1e-2)
 PILOT_SEED = 1000
 
 
-def with_objective(
-    scale: Scale, name: str, options: Mapping[str, Any] | None = None, **changes: Any
-) -> c.Config:
-    """The scale's config with an objective, these options of it, and without those of others."""
-    config = dataclasses.replace(scale.base, **changes)
-    objective = dataclasses.replace(config.objective, name=name)
-    if name != "blockwise":  # what belongs to blocks, as the `released` preset sets it
-        plain = ObjectiveConfig(name=name)
-        kept = ("weight", "empty") if name == "classical" else ()
-        shared = {field: getattr(objective, field) for field in kept}
-        objective = dataclasses.replace(plain, **shared)
-    elif config.context == "block_causal":  # every block of a visit is trained
-        objective = dataclasses.replace(objective, blocks="uniform")
-    objective = dataclasses.replace(objective, **(options or {}))
-    return dataclasses.replace(config, objective=objective)
-
-
-def all_at(scale: Scale, block: int) -> tuple[str, ...]:
-    """NELBO and exact match at one block size."""
-    return tuple(f"{kind}@{block}" for kind in ("nelbo", *scale.tasks))
-
-
 def usual(scale: Scale) -> tuple[str, ...]:
     """NELBO at every block size of the grid, exact match at the scale's own."""
     matches = all_at(scale, scale.block_size)[1:]
     return (*(f"nelbo@{b}" for b in scale.grid), *matches)
-
-
-def better(scale: Scale, name: str, other: str) -> list[Claim]:
-    """`name` beats `other` in NELBO, and in exact match where the scale claims about it."""
-    nelbo, *matches = all_at(scale, scale.block_size)
-    matches = matches if scale.claims_matches else []
-    out = [Claim(f"{name} has a lower NELBO than {other}", ((name, nelbo),), ((other, nelbo),))]
-    for match in matches:
-        text = f"{name} has more exact matches ({match.split('@')[0]}) than {other}"
-        out.append(Claim(text, ((other, match),), ((name, match),)))
-    return out
 
 
 def base_arm(scale: Scale, measures: tuple[str, ...] | None = None, **changes: Any) -> Arm:
@@ -308,4 +231,7 @@ PLANS: dict[str, Callable[[Scale], Plan]] = {
     "context-modes": context_modes,
     "dynamics": dynamics,
     "pilot": pilot,
+    "copies": copies,
+    "copies-pilot": copies_pilot,
+    "gradients": gradients,
 }

@@ -8,20 +8,24 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from bwsft.checkpoints.folders import versions
+from bwsft.experiments import gradients
+from bwsft.experiments.arms import Plan
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import TestSet
-from bwsft.experiments.plans import Plan
-from bwsft.experiments.results import Judged, Measured, is_nelbo, judge
+from bwsft.experiments.results import Judged, Measured, is_gradient, is_nelbo, judge
 from bwsft.experiments.scales import Scale
 from bwsft.experiments.statistics import mean_error
 from bwsft.utils.files import write_atomic
 
-LABELS = {"nelbo": "NELBO", "pilot": "pilot NELBO", "solved": "solved", "math": "MATH"}
+LABELS = {
+    "nelbo": "NELBO", "pilot": "pilot NELBO", "solved": "solved", "math": "MATH",
+    "cpu_seconds": "CPU s",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,17 @@ class Finished:
     def seconds(self) -> float | None:
         """Time of every training, where the plan gives all arms the same."""
         return next((arm.cpu_seconds for arm in self.plan.arms if arm.cpu_seconds), None)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Peak learning rates of the trained arms, if they are not all the same; else {}."""
+        found = {arm.name: arm.config.optim.lr for arm in self.plan.arms if arm.trained}
+        return found if len({*found.values()}) > 1 else {}
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients are measured, and nothing is trained."""
+        return any(is_gradient(name) for name in self.measures)
 
     @property
     def measures(self) -> list[str]:
@@ -73,18 +88,23 @@ def markdown(finished: Finished, judged: list[Judged]) -> str:
 
 def settings(finished: Finished) -> str:
     """One paragraph with everything that all arms share."""
-    base, tests = finished.scale.base, finished.tests
-    model = base.model or "the embedded base"
+    plan, base, tests = finished.plan, finished.scale.base, finished.tests
+    model, data = base.model or "the embedded base", base.data or "generated word problems"
     # Of a path its end says enough, and no more of it belongs on a page that is passed on.
-    data = "/".join(Path(base.data).parts[-2:]) if base.data else "generated word problems"
-    timed = f" --seconds {finished.seconds:g}" if finished.seconds else ""
+    model, data = ("/".join(Path(name).parts[-2:]) for name in (model, data))
+    batch = " or ".join(sorted({f"{arm.config.batch_size}" for arm in plan.arms}))
     found = versions()
     made = " ".join(f"{k} {found[k]}" for k in ("bwsft", "torch", "transformers") if k in found)
+    made = f"{time.strftime('%Y-%m-%d')}, {made}, {platform.machine()}. {model} on {data}"
+    command = f"bwsft experiment {plan.name} --scale {finished.scale.name}"
+    if finished.gradients:
+        return f"`{command}`, {made}, {batch} sequences an update. {gradients.HOW}"
+    seconds = finished.seconds
+    timed = f"--seconds {seconds:g}" if seconds else f"--steps {base.steps}"
+    lr = "" if finished.rates else f"peak learning rate {base.optim.lr:g}, "
     return (
-        f"`bwsft experiment {finished.plan.name} --scale {finished.scale.name}{timed}`, "
-        f"{time.strftime('%Y-%m-%d')}, {made}, {platform.machine()}. {model} on {data}, "
-        f"{len(finished.seeds)} seeds, {base.batch_size} sequences an update, peak learning rate "
-        f"{base.optim.lr:g}, canvas {base.gen_length}. "
+        f"`{command} {timed} --problems {tests.problems}`, {made}, {len(finished.seeds)} seeds, "
+        f"{batch} sequences an update, {lr}canvas {base.gen_length}. "
         f"Evaluated on {tests.problems} problems with {tests.draws} masked states each; decoding "
         "is greedy, one token a step. Mean ± standard error over seeds; the seeds share the "
         "starting model and the test set, so the intervals say nothing about other problems. FLOPs "
@@ -99,16 +119,21 @@ def table(finished: Finished, brief: bool = False) -> list[list[str]]:
         return lambda arm: "-" if (value := arm.trained(name)) is None else f"{value:,.0f}"
 
     def measured(name: str) -> Callable[[Measured], str]:
-        return lambda arm: spread(arm.values(name), percent=not is_nelbo(name))
+        return lambda arm: spread(arm.values(name), form(name))
 
     def strict(name: str) -> Callable[[Measured], str]:
-        return lambda arm: spread(arm.values(name, "strict"), percent=True)
+        return lambda arm: spread(arm.values(name, "strict"), form(name))
 
     def flops(arm: Measured) -> str:
         return "-" if arm.flops is None else f"{arm.flops / 1e12:,.2f}"
 
-    names = finished.measures
-    columns = {"arm": lambda arm: arm.name, "updates": counted("updates"), "TFLOP": flops}
+    if finished.gradients:
+        return gradient_table(finished, brief)
+    names, rates = finished.measures, finished.rates
+    columns: dict[str, Callable[[Measured], str]] = {"arm": lambda arm: arm.name}
+    if rates:
+        columns["peak lr"] = lambda arm: f"{rates[arm.name]:g}" if arm.name in rates else "-"
+    columns |= {"updates": counted("updates"), "TFLOP": flops}
     if not brief:
         columns["supervised tokens"] = counted("supervised_tokens")
         columns["region tokens"] = counted("region_tokens")
@@ -121,16 +146,35 @@ def table(finished: Finished, brief: bool = False) -> list[list[str]]:
     return [[*columns], *([text(arm) for text in columns.values()] for arm in finished.arms)]
 
 
+def gradient_table(finished: Finished, brief: bool) -> list[list[str]]:
+    """`table` where gradients are measured."""
+    (name,) = finished.measures
+    parts = dict(list(gradients.PARTS.items())[: 2 if brief else None])
+    lines = [["arm", "TFLOP", *parts.values(), *gradients.PER_FLOP]]
+    for arm in finished.arms:
+        found = {part: arm.values(name, part)[0] for part in gradients.PARTS}
+        shown = [f"{v:.3g} [{low:.3g}, {high:.3g}]" for v, low, high in map(found.get, parts)]
+        cost = gradients.per_flop(found, arm.flops / 1e12)
+        lines.append([arm.name, f"{arm.flops / 1e12:.4f}", *shown, *(f"{x:.3g}" for x in cost)])
+    return lines
+
+
 def label(name: str) -> str:
     kind, _, block = name.partition("@")
-    return f"{LABELS.get(kind, kind.upper())}, B {block}"
+    return LABELS.get(kind, kind.upper()) + (f", B {block}" if block else "")
 
 
-def spread(values: list[float] | None, percent: bool) -> str:
+def form(name: str) -> str:
+    """How the values of a measure are written."""
+    if name == "cpu_seconds":
+        return "{:.1f}"
+    return "{:.4f}" if is_nelbo(name) else "{:.1%}"
+
+
+def spread(values: list[float] | None, form: str) -> str:
     if values is None:
         return "-"
     mean, error = mean_error(values)
-    form = "{:.1%}" if percent else "{:.4f}"
     return form.format(mean) + ("" if math.isnan(error) else " ± " + form.format(error))
 
 
@@ -155,17 +199,33 @@ def claims(judged: list[Judged]) -> list[str]:
 
 def csv_text(finished: Finished) -> str:
     out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerows(gradient_lines(finished) if finished.gradients else csv_lines(finished))
+    return out.getvalue()
+
+
+def csv_lines(finished: Finished) -> Iterator[list]:
+    """The heads, then a line per cell."""
     names = finished.measures
     counted = ("updates", "tokens", "supervised_tokens", "region_tokens", "loss", "seconds")
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["arm", "seed", "flops", *counted, *names, "evals"])
+    yield ["arm", "seed", "flops", *counted, *names, "evals"]
     for arm in finished.arms:
+        taken = [arm.values(name) for name in names]
         for i, cell in enumerate(arm.cells):
             train = cell.get("train", {})
             seed = finished.seeds[i] if train else ""
-            values = [cell["measures"].get(name, {}).get("value", "") for name in names]
+            values = ["" if found is None else found[i] for found in taken]
             evals = json.dumps(train.get("evals", [])) if train else ""
             flops = "" if arm.flops is None else f"{arm.flops:.6g}"
             numbers = [train.get(k, "") for k in counted]
-            writer.writerow([arm.name, seed, flops, *numbers, *values, evals])
-    return out.getvalue()
+            yield [arm.name, seed, flops, *numbers, *values, evals]
+
+
+def gradient_lines(finished: Finished) -> Iterator[list]:
+    """The heads, then a line per arm: every part with its interval."""
+    (name,) = finished.measures
+    ends = ("", "_low", "_high")
+    yield ["arm", "flops", *(part + end for part in gradients.PARTS for end in ends)]
+    for arm in finished.arms:
+        parts = [arm.values(name, part)[0] for part in gradients.PARTS]
+        yield [arm.name, f"{arm.flops:.6g}", *(f"{x:.6g}" for found in parts for x in found)]

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from bwsft.experiments.plans import Claim, Plan
+from bwsft.experiments.arms import Claim, Plan
 from bwsft.experiments.statistics import Contrast, contrast, holm, verdict
 
 
@@ -17,14 +17,16 @@ class Measured:
     name: str
     cells: list[dict]
     flops: float | None
-    """Training FLOPs of a cell."""
+    """Training FLOPs of a cell; of one update where gradients are measured."""
 
-    def values(self, measure: str, rule: str = "value") -> list[float] | None:
-        """One value per cell (`rule`: "strict" of an answer file); None if the arm doesn't take
-        this measure."""
+    def values(self, measure: str, rule: str = "value") -> list | None:
+        """One value per cell (`rule`: "strict" of an answer file; [value, low, high] for the parts
+        of a gradient); None if the arm doesn't take this measure."""
         kind, _, at = measure.partition("@")
         if kind == "curve":
             return [curve(cell, float(at) / 100) for cell in self.cells]
+        if measure == "cpu_seconds":
+            return [cell["train"]["cpu_seconds"] for cell in self.cells]
         if any(measure not in cell["measures"] for cell in self.cells):
             return None
         return [cell["measures"][measure][rule] for cell in self.cells]
@@ -38,6 +40,15 @@ class Measured:
 
 def is_nelbo(measure: str) -> bool:
     return measure.startswith(("nelbo", "pilot", "curve"))
+
+
+def is_gradient(measure: str) -> bool:
+    return measure.startswith("gradient")
+
+
+def is_of_training(measure: str) -> bool:
+    """Whether the training itself left it: a point of its curve, or its CPU seconds."""
+    return measure.startswith("curve") or measure == "cpu_seconds"
 
 
 def curve(cell: dict, share: float) -> float:
@@ -58,7 +69,7 @@ class Judged:
 
 def judge(plan: Plan, arms: list[Measured], seeds: int) -> list[Judged]:
     """The plan's claims in order; p-values are adjusted over those about the NELBO, and over those
-    about exact match (Holm)."""
+    about exact match or CPU seconds (Holm)."""
     by_name = {arm.name: arm for arm in arms}
     found = [
         contrast(side(claim.smaller, by_name, seeds), side(claim.larger, by_name, seeds))

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from bwsft import config as c
 from bwsft.experiments import cells
+from bwsft.experiments.arms import Arm, Plan
 from bwsft.experiments.cells import Cell
 from bwsft.experiments.measures import TestSet
-from bwsft.experiments.plans import Arm, Plan
-from bwsft.experiments.results import Measured
+from bwsft.experiments.results import Measured, is_gradient, is_of_training
 from bwsft.utils.files import write_atomic
 
 
@@ -164,14 +164,15 @@ def with_updates(config: c.Config, steps: int) -> c.Config:
 
 
 def arm_measures(arm: Arm) -> tuple[str, ...]:
-    """What is taken on a finished cell; curves are read from its training."""
-    return tuple(m for m in arm.measures if not m.startswith("curve"))
+    """What is taken on a finished cell."""
+    return tuple(m for m in arm.measures if not is_of_training(m))
 
 
 def cells_of(arm: Arm, config: c.Config, seeds: list[int]) -> Iterator[Cell]:
     """One cell per seed, or the one of the untouched base."""
     if not arm.trained:
-        yield Cell(config, trained=False)
+        drawn = any(is_gradient(measure) for measure in arm.measures)
+        yield Cell(config, trained=False, drawn=drawn)
         return
     for seed in seeds:
         yield Cell(dataclasses.replace(config, seed=seed))
@@ -183,7 +184,8 @@ def measured(
     """The arm with the records of its finished cells."""
     found = [cells.read(folder, cell) for cell in cells_of(arm, config, seeds)]
     if not arm.trained:
-        return Measured(arm.name, found, None)
+        each = [m["flops"] for m in found[0]["measures"].values() if "flops" in m]
+        return Measured(arm.name, found, each[0] if each else None)
     per_token = meters.known[meters.key(config)]["flops_per_token"]
     mean_tokens = sum(cell["train"]["tokens"] for cell in found) / len(found)
     return Measured(arm.name, found, per_token * mean_tokens)

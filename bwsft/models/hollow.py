@@ -1,29 +1,30 @@
-"""LLaDA models whose weights have shapes and no values: a step of a large one can be counted on any
+"""Models whose weights have shapes and no values: a step of a large one can be counted on any
 machine."""
 
 from __future__ import annotations
 
+import copy
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.configuration_utils import PreTrainedConfig
 
 from bwsft.config import LoraConfig
 from bwsft.models.backbone import Backbone
-from bwsft.models.families import family_of
-from bwsft.models.llada import LladaBackbone, LladaForMaskedDiffusion
-from bwsft.models.llada_config import LladaConfig
+from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.lora import add_lora
 
 
-def meta_backbone(config: LladaConfig, dtype: torch.dtype) -> Backbone:
-    """The model on the meta device."""
+def meta_backbone(config: PreTrainedConfig, dtype: torch.dtype) -> Backbone:
+    """The model of a complete config (families.read_config) on the meta device."""
     with torch.device("meta"):
-        model = LladaForMaskedDiffusion(config).to(dtype)
-    return LladaBackbone(model, family_of(config))
+        model = model_class(config)(config).to(dtype)
+        return wrap(model, family_of(config))
 
 
 def hollow_backbone(
-    config: LladaConfig, dtype: torch.dtype = torch.float32, lora: LoraConfig | None = None
+    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, lora: LoraConfig | None = None
 ) -> Backbone:
     """The model in training mode, with adapters if asked for. A pass of 8 billion parameters takes
     a second, and every operation in it can be watched. Ids, masks and row lists stay real."""
@@ -31,10 +32,34 @@ def hollow_backbone(
     if lora is not None and lora.rank:
         add_lora(backbone, lora, seed=0)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    made = {  # one for each, however many modules share it
+        id(p): nn.Parameter(like(p, fake), p.requires_grad) for p in backbone.parameters()
+    }
     for module in backbone.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                with fake:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = like(buffer, fake)
     return backbone.train()
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """What distinguishes each layer of the model, "" where all are alike."""
+    return list(getattr(config, "layer_types", None) or [""] * config.num_hidden_layers)
+
+
+def with_layers(config: PreTrainedConfig, kinds: list[str]) -> PreTrainedConfig:
+    """The config of a model with layers of these kinds."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = len(kinds)
+    if getattr(config, "layer_types", None):
+        config.layer_types = kinds
+    return config
+
+
+def like(x: Tensor, fake: FakeTensorMode) -> Tensor:
+    """A tensor of this shape and dtype on the CPU, without values."""
+    with fake:
+        return torch.empty(x.shape, dtype=x.dtype)

@@ -43,6 +43,14 @@ class BlockwiseConfig(TrainingArguments):
     draws_per_context: int = 1
     """Masks of the same block drawn per visit, which trains on their mean; in block_causal noisy
     copies of every block beside one clean row."""
+    block_size_schedule: float = c.Config.block_size_schedule
+    """block_causal: share of the updates, the first ones, in which blocks shrink to block_size, by
+    halves from the whole response; 0 for none."""
+    clean_attention: Literal["block", "causal"] = "block"
+    """What clean tokens see in block_causal: their block and all before it, or, causal, nothing
+    after themselves. Of a model that predicts the next token."""
+    ar_weight: float = c.Config.ar_weight
+    """With clean_attention causal: weight of the autoregressive loss of the clean response."""
     mask_token: str | None = None
     """[MASK] of a model that is loaded by name and has none: a special token, or a new one."""
     logit_shift: Literal[0, 1] | None = None
@@ -101,7 +109,8 @@ class BlockwiseConfig(TrainingArguments):
     def run_config(self) -> c.Config:
         """The same settings as a bwsft Config."""
         flat = ("seed", "block_size", "gen_length", "max_length", "context", "draws_per_context",
-                "mask_token", "logit_shift")  # fmt: skip
+                "block_size_schedule", "clean_attention", "ar_weight", "mask_token",
+                "logit_shift")  # fmt: skip
         data = ("template", "template_args", "columns", "turns", "on_bad", "canvas")
         objective = ("blocks", "weight", "empty", "low", "high", "pairs", "suffix_weight",
                      "context_grad")  # fmt: skip

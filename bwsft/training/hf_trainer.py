@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,8 @@ from bwsft.models.loading import as_backbone
 from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.classical import Classical
-from bwsft.training.context_modes import check_trainable, make_mode
+from bwsft.training.block_causal import block_size_at
+from bwsft.training.context_modes import ContextMode, check_trainable, make_mode
 from bwsft.training.hf_arguments import check_arguments
 from bwsft.training.hf_config import OWN, BlockwiseConfig, own_config
 from bwsft.training.hf_order import LengthOrder, VisitOrder
@@ -238,7 +240,7 @@ class BlockwiseTrainer(Trainer):
         sequences = batch.num_sequences if num_items_in_batch is None else num_items_in_batch
         everywhere = self.args.average_tokens_across_devices
         scale = (self.accelerator.num_processes if everywhere else 1) / sequences
-        mode, total = dataclasses.replace(self.mode, backbone=model), 0.0
+        mode, total = self.mode_around(model), 0.0
         place = Place(self.state.global_step, 0, batch.num_sequences, 0)  # which no block needs
         backwards = mode.backwards(self.config.draws_per_context)
         for number, loss in enumerate(mode.losses(batch, place), 1):
@@ -248,6 +250,15 @@ class BlockwiseTrainer(Trainer):
                 part = part.detach()
             total = total + part
         return total
+
+    def mode_around(self, model: nn.Module) -> ContextMode:
+        """The context mode with the model as the Trainer wraps it; blocks shrink over its updates,
+        whose number it knows once it trains."""
+        mode = dataclasses.replace(self.mode, backbone=model)
+        if not self.config.block_size_schedule:
+            return mode
+        config = dataclasses.replace(self.config, steps=self.state.max_steps)
+        return dataclasses.replace(mode, size_at=functools.partial(block_size_at, config))
 
     def batch_of(self, inputs: Mapping[str, Any]) -> Batch:
         """The collator's batch where the context mode wants it: the Trainer moves it to the device,
@@ -304,12 +315,10 @@ def check(config: c.Config, options: Mapping[str, Any]) -> None:
             f"BlockwiseTrainer cannot follow objective.blocks {config.objective.blocks!r}, whose "
             "epochs or forwards are others than the Trainer's; use bwsft train"
         )
-    shares = {"block_size_schedule": config.block_size_schedule,
-              "objective.suffix_decay": config.objective.suffix_decay}
-    if asked := [name for name, value in shares.items() if value]:
+    if config.objective.suffix_decay:
         raise ValueError(
-            f"BlockwiseTrainer cannot follow {asked[0]}, a share of updates that it does not know "
-            "beforehand; use bwsft train"
+            "BlockwiseTrainer cannot follow objective.suffix_decay, whose weight falls over a "
+            "number of updates that it does not know beforehand; use bwsft train"
         )
     if refused := [name for name in FOREIGN if options.get(name) is not None]:
         raise ValueError(f"BlockwiseTrainer takes no {refused[0]}: its loss is the objective's")

@@ -50,11 +50,12 @@ def _range_flops(products: int) -> Callable[..., int]:
 
 
 def _loss_flops(
-    x: torch.Size, weight: torch.Size, *_: object, out_shape: tuple, **__: object
+    x: torch.Size, weight: torch.Size, *rest: object, out_shape: tuple, **_: object
 ) -> int:
-    """Of linear_cross_entropy, from shapes: logits, and x's gradient where forward makes it."""
+    """Of linear_cross_entropy, from shapes: logits, and x's and the bias's gradients where forward
+    makes them."""
     made = out_shape[1].numel() > 0
-    return 2 * x[0] * weight.numel() * (1 + made)
+    return 2 * x[0] * (weight.numel() * (1 + made) + weight[0] * rest[-1][2])
 
 
 def _loss_bwd_flops(

@@ -1,15 +1,19 @@
 """`bwsft train --dry-run` against a real step of the same run."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
+from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import TINY
 from bwsft.cli import main
 from bwsft.commands import dry_run
+from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.loading import load_backbone
+from bwsft.models.lora import add_lora
 from bwsft.objectives.config import ObjectiveConfig
 
 MODES = {
@@ -31,10 +35,44 @@ MODES = {
 @pytest.mark.parametrize("name", MODES)
 def test_it_counts_what_a_real_step_takes(name):
     config = dataclasses.replace(presets.debug(), **MODES[name])
-    shape = dry_run.llada_of(config)
+    shape = dry_run.shape_of(config)
     found = dry_run.count(config, shape)
     real = dry_run.step_of(config, load_backbone(TINY, dtype=torch.float32).train())
     assert shape.n_layers == 4 and dataclasses.astuple(found) == dataclasses.astuple(real)
+
+
+KINDS = {
+    "exact": ["qwen2", "bert", "modernbert"], "cached": ["dream", "qwen3", "bert"],
+    "pair": ["sdar", "dream", "modernbert"], "frozen": ["llama", "sdar"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), [(n, k) for n, kinds in KINDS.items() for k in kinds])
+def test_other_layouts_from_config_json_alone(name, kind, tmp_path):
+    """Five layers, of ModernBERT's every third sees everything; [MASK] and the shift are not in
+    config.json."""
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=5,
+        vocab_size=90, max_position_embeddings=128, pad_token_id=0,
+    )  # fmt: skip
+    if kind in ("dream", "sdar"):  # whose classes have an id of [MASK]
+        sizes["mask_token_id"] = 80
+    kinds = {"dream": "Dream"}
+    few = {} if kind in ("bert", "modernbert") else {"num_key_value_heads": 2, "head_dim": 8}
+    content = {"model_type": kinds.get(kind, kind), **sizes, **few}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    shift = 0 if kind == "llama" else 1
+    config = dataclasses.replace(
+        presets.debug(), **MODES[name], model=str(tmp_path), logit_shift=shift,
+        lora=c.LoraConfig(rank=4 if name == "cached" else 0),
+    )  # fmt: skip
+    shape = dry_run.shape_of(config)
+    found = dry_run.count(config, shape)
+    real = wrap(model_class(shape)(shape), family_of(shape))
+    if config.lora.rank:
+        add_lora(real, config.lora, seed=0)
+    assert dataclasses.astuple(found) == dataclasses.astuple(dry_run.step_of(config, real.train()))
+    assert found.tokens and found.flops and found.kept
 
 
 def test_what_it_prints(capsys):
@@ -50,7 +88,7 @@ def test_what_it_prints(capsys):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["debug", "--objective.name", "mdlm"], "counts blockwise and classical SFT"),
-    (["sdar-4b-lora"], "counts the layers of a LLaDA, which JetLM/SDAR-4B-Chat is not"),
+    (["sdar-4b-lora"], "hf download JetLM/SDAR-4B-Chat config.json --local-dir DIR"),
 ])
 def test_what_it_cannot_count(words, message, capsys):
     assert main(["train", *words, "--dry-run"]) == 2

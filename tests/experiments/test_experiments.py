@@ -14,6 +14,7 @@ from bwsft import presets
 from bwsft.cli import main
 from bwsft.experiments import cells, estimate, measures, plans, report, results, scales
 from bwsft.experiments import statistics as st
+from bwsft.experiments.arms import only
 from bwsft.experiments.runner import Meters, cells_of, check_test_set, measured, settle
 
 MINI, BIG = scales.mini(), scales.eight_b()
@@ -30,11 +31,12 @@ def test_every_plan_resolves(scale, name):
     for arm in plan.arms:
         c.validate(arm.config)
         for measure in arm.measures:
-            assert scale.base.gen_length % int(measure.split("@")[1]) == 0 or "curve" in measure
+            block = measure.partition("@")[2]
+            assert results.is_of_training(measure) or scale.base.gen_length % int(block) == 0
     taken = {arm.name: arm.measures for arm in plan.arms}
     for claim in plan.claims:
         for arm, measure in (*claim.smaller, *claim.larger):
-            assert measure in taken[arm] or measure.startswith("curve"), claim.text
+            assert measure in taken[arm] or results.is_of_training(measure), claim.text
 
 
 def test_arms_change_one_thing():
@@ -80,7 +82,8 @@ def test_what_is_claimed():
     for scale in (MINI, BIG):
         claims = [claim for make in plans.PLANS.values() for claim in make(scale).claims]
         kinds = {measure.split("@")[0] for claim in claims for _, measure in claim.smaller}
-        assert kinds == {"nelbo", "curve"} | ({"gsm8k", "math"} if scale is BIG else set())
+        others = {"gsm8k", "math"} if scale is BIG else set()
+        assert kinds == {"nelbo", "curve", "cpu_seconds"} | others
 
 
 def test_the_papers_settings_row_by_row():
@@ -155,6 +158,46 @@ def test_claims_are_judged_in_families():
     assert second.found.mean == pytest.approx(statistics.fmean([0.2, 0.1, 0.14]))
     assert second.verdict in ("undecided", "opposite")
     assert rows[1].values("curve@100") == [0.5] * 3 and rows[1].values("solved@10") is None
+
+
+def test_arms_with_rates_of_their_own_and_their_cpu_seconds():
+    """A column of each; a claim about seconds is judged apart from those about the NELBO."""
+    plan = plans.copies(scales.debug())
+    arms = []
+    for i, arm in enumerate(plan.arms):
+        assert arm.equal_flops_of == (None if i == 0 else plan.arms[0].name)
+        counted = {"updates": 9, "supervised_tokens": 9, "region_tokens": 9}
+        records = [
+            {"measures": {"nelbo@8": {"value": 0.1 + 0.01 * i + 1e-4 * seed}},
+             "train": {**counted, "cpu_seconds": 50.0 - i + seed}}
+            for seed in range(3)
+        ]  # fmt: skip
+        arms.append(results.Measured(arm.name, records, 1e12))
+    different = [dataclasses.replace(plan.arms[0].config, optim=c.OptimConfig(lr=5e-4))]
+    different += [arm.config for arm in plan.arms[1:]]
+    pairs = zip(plan.arms, different, strict=True)
+    plan = dataclasses.replace(plan, arms=[dataclasses.replace(a, config=x) for a, x in pairs])
+    finished = report.Finished(plan, scales.debug(), [0, 1, 2], measures.TestSet(), arms)
+    heads, first, *_ = report.table(finished)
+    shown = dict(zip(heads, first, strict=True))
+    assert shown["peak lr"] == "0.0005" and shown["CPU s"] == "51.0 ± 0.6"
+    assert "peak learning rate" not in report.settings(finished)
+    (line, *_) = csv.DictReader(report.csv_text(finished).split("\n"))
+    assert line["cpu_seconds"] == "50.0"
+    judged = {j.claim.text: j for j in results.judge(plan, arms, 3)}
+    worse = judged["one pair has a lower NELBO than one copy"]
+    assert worse.verdict == "opposite" and worse.found.mean == pytest.approx(0.01)
+    cheaper = judged["one copy, blocks shrink has fewer CPU seconds than one copy"]
+    assert cheaper.found.mean == pytest.approx(-5) and cheaper.adjusted_p < 0.05
+
+
+def test_some_arms_of_a_plan(capsys):
+    """With the arm that their FLOPs equal, and with the claims about them alone."""
+    plan = only(plans.copies(MINI), ["one pair", "four copies"])
+    assert [arm.name for arm in plan.arms] == ["one copy", "one pair", "four copies"]
+    assert len(plan.claims) == 4
+    assert main(["experiment", "copies", "--arms", "one pear", "--dry-run"]) == 2
+    assert "'one pear': copies has 'one copy', 'one pair'" in capsys.readouterr().err
 
 
 def test_a_page_names_data_without_the_way_there():

@@ -201,7 +201,6 @@ def config_errors():
         "objective mdlm": {"objective": objective(name="mdlm")},
         "objective.blocks 'all'": {"objective": objective(blocks="all")},
         "objective.blocks 'each'": {"objective": objective(blocks="each")},
-        "block_size_schedule": {"context": "block_causal", "block_size_schedule": 0.5},
         "must divide": {"gen_length": 15},
         "give the config gen_length": {"gen_length": None},
     }
