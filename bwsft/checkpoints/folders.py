@@ -179,4 +179,4 @@ def prune(newest: Path, keep_last: int) -> None:
     for folder in later + (earlier[keep_last:] if keep_last else []):
         remove_folder(folder)
     for place in (run, newest.parent):
-        sweep(place)
+        sweep(place, alone=True)

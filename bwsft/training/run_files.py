@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from bwsft.checkpoints.optimizer_state import moments
 from bwsft.checkpoints.state import read_state
 from bwsft.training.distributed import World
 from bwsft.training.trackers import Logs
+from bwsft.utils.claims import LOCK
 from bwsft.utils.devices import device_name
 from bwsft.utils.files import folder_atomic, write_atomic
 
@@ -52,7 +54,7 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
     """(run folder, checkpoint to go on from or None). Refuses folders it must not touch."""
     folder = c.run_folder(config)
     if config.resume is None:
-        if folder.exists():
+        if folder.exists() and os.listdir(folder) != [LOCK]:  # of one that ended before it began
             raise ValueError(
                 f"{folder} exists; choose another --out, or go on with it by --resume {folder}"
             )

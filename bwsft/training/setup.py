@@ -43,8 +43,9 @@ from bwsft.training.run_files import RunFiles, open_shared
 from bwsft.training.signals import Signals, signals
 from bwsft.training.trackers import Logs, check_installed
 from bwsft.training.trainer import Run, loop
+from bwsft.utils.claims import lock_folder, new_folder
 from bwsft.utils.devices import pick_device
-from bwsft.utils.files import folder_atomic, lock_folder, write_atomic
+from bwsft.utils.files import folder_atomic, write_atomic
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "blockwise": Blockwise,
@@ -95,18 +96,19 @@ def train_in(
     world: World, config: c.Config, stack: contextlib.ExitStack, saves_on_signal: bool
 ) -> int:
     """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
-    folder, held = c.run_folder(config), []
+    folder = c.run_folder(config)
+    started = config.resume is not None and world.from_main((folder / "config.json").exists())
 
-    def lock() -> None:
-        """On rank 0, once the folder is a run's: a lock file has no business in another."""
-        if not held and (folder / "config.json").exists():
-            held.append(stack.enter_context(lock_folder(folder)))
+    def claim() -> None:
+        """On rank 0: no other process writes in the folder from here on."""
+        stack.enter_context(lock_folder(folder) if started else new_folder(folder))
 
-    if config.resume is not None:  # before a checkpoint is chosen, which another run may prune
-        world.on_main(lock)
+    if started:  # before a checkpoint is chosen, which another run may prune
+        world.on_main(claim)
     _, checkpoint = open_shared(config, world)
+    if not started:  # once it is known to be nobody's
+        world.on_main(claim)
     run = setup(config, folder, checkpoint, world)
-    world.on_main(lock)
     world.on_main(run.files.note_data, run)
     try:
         noted = signals(world.size > 1) if saves_on_signal else contextlib.nullcontext(Signals())

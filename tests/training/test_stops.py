@@ -9,7 +9,7 @@ import torch
 from tiny_runs import before_step, resumed
 
 from bwsft import config as c
-from bwsft.training import run_files
+from bwsft.training import run_files, setup
 from bwsft.training.metrics import read_log
 from bwsft.training.setup import train
 
@@ -98,6 +98,25 @@ def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch, usual_interru
     with pytest.raises(KeyboardInterrupt):
         train(tiny())
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_two_fresh_runs_do_not_share_a_folder(tiny, monkeypatch):
+    """The second one comes between the first one's look at the folder and its first file; and a
+    start that fails leaves the name free."""
+    with pytest.raises(ValueError, match="doesn't exist"):
+        train(tiny(data="gone.jsonl"))
+    config, built = tiny(steps=2), setup.setup
+    assert not c.run_folder(config).exists()
+
+    def second(*arguments):
+        monkeypatch.setattr(setup, "setup", built)
+        with pytest.raises(ValueError, match=f"is being written by process {os.getpid()}"):
+            train(tiny(steps=2, seed=4))
+        return built(*arguments)
+
+    monkeypatch.setattr(setup, "setup", second)
+    assert train(config) == 0
+    assert c.stored(c.run_folder(config)).seed == 3
 
 
 def test_a_full_disk_stops_and_the_run_goes_on_later(tiny, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bwsft.commands.report.recorded import Recorded, read_run, time_left
-from bwsft.utils.files import LOCK, locked
+from bwsft.utils.claims import LOCK, locked
 
 EVERY = 5.0  # seconds between two looks, and between two loads of the page
 LOGS = ("metrics.jsonl", "eval.jsonl")
