@@ -19,6 +19,7 @@ from bwsft.evaluation.answer_files import read_records, read_text
 from bwsft.utils import lines
 from bwsft.utils.claims import claimed
 from bwsft.utils.files import naming
+from bwsft.utils.lines import say
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -35,7 +36,7 @@ def run_generate(options: GenerateOptions) -> int:
         trace = trace_file and ResultFile(options.trace, trace_file, run, questions)
         answer_all(decoder, prompts, out, trace, options.prompt is not None)
     if out:
-        print(f"{len(questions)} answers: {options.out}", file=sys.stderr)
+        say(f"{len(questions)} answers: {options.out}", file=sys.stderr)
     return 0
 
 
@@ -58,8 +59,8 @@ def answer_all(
             answer["passes"] = generation.passes
             out.append(index, answer)
         if shown:
-            print(text)
-            print(generation.summary(), file=sys.stderr)
+            say(text)
+            say(generation.summary(), file=sys.stderr)
 
 
 def read_questions(options: GenerateOptions) -> list[Prompt]:

@@ -37,7 +37,7 @@ def run_trace(options: TraceOptions) -> int:
 
 
 def show(record: dict, console: Console, png: Path | None) -> None:
-    console.print(Text(record["question"], style="bold"))
+    console.print(Text(printable(record["question"]), style="bold"))
     pieces = {p: record["tokens"][str(token)] for _, p, token, _ in record["commits"]}
     steps = {p: step for step, p, _, _ in record["commits"]}
     console.print(unmasking(steps, pieces, range(record["gen_length"]), record["block_size"]))
@@ -135,7 +135,7 @@ def draw(record: dict) -> bytes:
         axes.axvline(edge - 0.5, color="black", linewidth=0.8)
     axes.set_xlabel("response position (lines: blocks)")
     axes.set_ylabel("denoising step")
-    axes.set_title(record["question"][:80].replace("$", r"\$"), fontsize="small")
+    axes.set_title(printable(record["question"][:80]), fontsize="small", parse_math=False)
     figure.colorbar(image, label="confidence when committed")
     drawn = io.BytesIO()
     FigureCanvasAgg(figure).print_png(drawn)

@@ -33,10 +33,9 @@ def claimed(
     that was made here and is still empty at the end goes again.
     """
     path = Path(path)
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    handle, made, free = _hold(path)
-    with handle:
+    with _made(path.parent), contextlib.ExitStack() as stack:
+        handle, made, free = _hold(path)
+        stack.enter_context(handle)
         if free is False:
             raise ValueError(
                 f"{path} is being written by another process: wait until it has ended, or name "
@@ -51,6 +50,20 @@ def claimed(
         finally:
             if made and not os.fstat(handle.fileno()).st_size and is_at(handle.fileno(), path):
                 path.unlink()
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A folder and those above it; what was made here and is still empty at the end goes again."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for place in missing:
+            with contextlib.suppress(OSError):  # no longer empty
+                place.rmdir()
 
 
 def _hold(path: Path) -> tuple[IO[bytes], bool, bool | None]:
@@ -109,9 +122,7 @@ def new_folder(folder: Path) -> Iterator[None]:
     """Hold a folder, made if need be, for what this process alone writes there. ValueError if it
     holds more than hidden files. If it then holds its lock alone, it goes again."""
     folder = Path(folder)
-    with naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder):
+    with _made(folder), lock_folder(folder):
         if any(not name.startswith(".") for name in os.listdir(folder)):
             raise ValueError(f"{folder} exists: another process was quicker, name another folder")
         try:
@@ -119,8 +130,6 @@ def new_folder(folder: Path) -> Iterator[None]:
         finally:
             if os.listdir(folder) == [LOCK]:
                 (folder / LOCK).unlink()
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
 
 
 def locked(folder: Path) -> bool | None:

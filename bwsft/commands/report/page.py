@@ -24,6 +24,7 @@ from bwsft.commands.report.tables import data_counts, joined, provenance, settin
 from bwsft.commands.report.watch import follow, live
 from bwsft.utils.claims import claimed
 from bwsft.utils.files import write_atomic
+from bwsft.utils.lines import say
 
 PAGE = Path(__file__).parent
 SCRIPTS = ("charts.js", "samples.js", "page.js")
@@ -53,9 +54,9 @@ def run_report(options: ReportOptions) -> int:
         follow(folders, path, write_quick)
     data = collect(read(), options)
     for note in data["notes"]:
-        print(note, file=sys.stderr)
+        say(note, file=sys.stderr)
     write(path, data)
-    print(path)
+    say(path)
     return 0
 
 
