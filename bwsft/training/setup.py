@@ -46,6 +46,8 @@ from bwsft.training.trainer import Run, loop
 from bwsft.utils.claims import lock_folder, new_folder
 from bwsft.utils.devices import pick_device
 from bwsft.utils.files import folder_atomic, write_atomic
+from bwsft.utils.lines import say
+from bwsft.utils.terminal import lasting_output
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "blockwise": Blockwise,
@@ -61,12 +63,17 @@ def train(config: c.Config, saves_on_signal: bool = True) -> int:
     """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed.
 
     Without `saves_on_signal` SIGINT and SIGTERM take their usual course: Ctrl-C ends the caller.
+    A terminal that goes away, or a reader of the output, ends nothing.
     """
     check_installed(config)
     if config.resume is None or not (c.run_folder(config) / "config.json").exists():
         check_start(config)
     try:
-        with join(config.parallel, config.device) as world, contextlib.ExitStack() as stack:
+        with (
+            lasting_output(),
+            join(config.parallel, config.device) as world,
+            contextlib.ExitStack() as stack,
+        ):
             if not world.main:
                 silence = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(contextlib.redirect_stdout(silence))
@@ -87,7 +94,7 @@ def check_start(config: c.Config) -> None:
             wrong.append(f"{here} (bwsft train debug needs none)")
             ways.append("--device cpu")
         else:
-            print(f"{here}: training on the CPU")
+            say(f"{here}: training on the CPU")
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}; give {' '.join(ways)}")
 
@@ -118,11 +125,15 @@ def train_in(
         message = why(run, error)
         if message is None:
             raise
-        print(f"bwsft train: {message}", file=sys.stderr)
+        say(f"bwsft train: {message}", file=sys.stderr)
         return 1
-    print(f"loss curve: {world.on_main(plot_run, folder)}")
-    for line in world.on_main(outcome, folder, run.config, done) or ():
-        print(line)
+    beside = run.files.beside
+    if curve := world.on_main(beside, "the loss curve could not be drawn", plot_run, folder):
+        say(f"loss curve: {curve}")
+    for line in world.on_main(beside, "the outcome", outcome, folder, run.config, done) or ():
+        say(line)
+    for fault in run.files.faults:
+        say(f"failed beside the run: {fault}", file=sys.stderr)
     return 0
 
 
@@ -232,7 +243,7 @@ def banner(run: Run) -> None:
             f"batch {config.batch_size} shared by {ranks} processes ({config.parallel}"
             f"{f', {idle} of them idle: raise --batch-size' if idle else ''}), {micro} at a time"
         )
-    print(
+    say(
         f"{config.objective.name} SFT, {config.context} context, {what}: {trained:,} of {total:,} "
         f"parameters train; {run.device}, {kernels} kernels\n"
         f"canvas {config.gen_length} = {config.gen_length // config.block_size} blocks x "
@@ -242,4 +253,4 @@ def banner(run: Run) -> None:
     )
     if config.block_size_schedule:
         first, last = block_size_at(config, 0), math.ceil(config.block_size_schedule * config.steps)
-        print(f"blocks shrink from {first} to {config.block_size} tokens in the first {last} steps")
+        say(f"blocks shrink from {first} to {config.block_size} tokens in the first {last} steps")

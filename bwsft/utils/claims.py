@@ -128,8 +128,9 @@ def new_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if os.listdir(folder) == [LOCK]:
-                (folder / LOCK).unlink()
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                if os.listdir(folder) == [LOCK]:
+                    (folder / LOCK).unlink()
 
 
 def locked(folder: Path) -> bool | None:

@@ -103,10 +103,12 @@ def _temporary(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
+    """Delete a file or folder as far as that is possible."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def flock(handle: int, shared: bool = False) -> bool | None:

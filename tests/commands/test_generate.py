@@ -31,6 +31,7 @@ from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.verifier import load_verifier
 from bwsft.training.optim import make_optimizer
+from bwsft.utils.lines import printable
 
 QUESTIONS = ["1+1", "What is 12 * 12?", "a", "Say\nnothing", "7"]
 
@@ -104,7 +105,8 @@ def test_one_prompt_is_printed(run_folder, capsys):
     shown = capsys.readouterr()
     tokenizer, results = expected(run_folder)
     # Noise-free, so that the prompt's number does not matter.
-    assert shown.out == tokenizer.decode(results[1].tokens, skip_special_tokens=True) + "\n"
+    answer = tokenizer.decode(results[1].tokens, skip_special_tokens=True)
+    assert shown.out == printable(answer) + "\n"
     assert f"[{len(results[1].tokens)} tokens in {results[1].steps} steps" in shown.err
 
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bwsft.cli import main
+from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding import pipeline
 from bwsft.decoding.result import Generation
 from bwsft.utils.lines import one_line, printable
@@ -41,8 +42,11 @@ def printed(capfd):
 
 
 def test_answers_and_prompts(printed, model_folder, tmp_path, monkeypatch):
+    folder = model_folder()
+    tokens = load_tokenizer(folder).encode(EVIL, add_special_tokens=False)
+
     def answer(*arguments, **options):
-        yield 0, Generation(list(EVIL.encode("latin-1")), True, 1)
+        yield 0, Generation(tokens, True, 1)
 
     trace = {
         "run": "0", "question": EVIL, "gen_length": 2, "block_size": 2, "tokens": {"7": EVIL},
@@ -52,7 +56,7 @@ def test_answers_and_prompts(printed, model_folder, tmp_path, monkeypatch):
     assert status == 0 and said.count("\ufffd]0;owned") == 2
     monkeypatch.setattr(pipeline, "decode_stream", answer)
     status, said = printed(
-        "generate", "--model", model_folder(), "--prompt", "x", "--template", "none",
+        "generate", "--model", folder, "--prompt", "x", "--template", "none",
         "--gen-length", 8, "--block-size", 4,
     )
     assert status == 0 and "]0;owned" in said
