@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from bwsft.utils.lines import printable, say
 from bwsft.utils.spelling import meant
+from bwsft.utils.terminal import let_go, reader_gone
 
 USAGE = """usage: bwsft COMMAND [OPTIONS]
 
@@ -58,34 +62,57 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0; 2 for input that cannot be used; 1 for a
-    training that failed; 130 if interrupted."""
+    training that failed; 130 if interrupted; 141 if nobody reads the output any more."""
+    try:
+        with _printable_warnings():
+            return _command(argv)
+    except BrokenPipeError:  # _command: of stdout or stderr
+        return 141
+    finally:
+        let_go()
+
+
+@contextlib.contextmanager
+def _printable_warnings() -> Iterator[None]:
+    """They may name somebody's tensors and files."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda *said, **more: printable(usual(*said, **more))
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
+def _command(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     from bwsft.presets import PRESETS
 
     usage = USAGE.format(presets=", ".join(PRESETS))
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage)
+        say(usage)
         return 0 if argv else 2
     name, *words = argv
     if name == "--version":
         from bwsft.version import __version__
 
-        print(__version__)
+        say(__version__)
         return 0
     if name not in ("train", *COMMANDS):
         hint = meant(name, ("train", *COMMANDS))
-        print(f"bwsft: unknown command {name!r}{hint}\n\n{usage}", file=sys.stderr)
+        say(f"bwsft: unknown command {name!r}{hint}\n\n{usage}", file=sys.stderr)
         return 2
     try:
         return _train(words) if name == "train" else _run(name, words)
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and reader_gone():
+            raise
         # ValueError is for the user (bad input); BWSFT_DEBUG=1 shows where it came from.
         if os.environ.get("BWSFT_DEBUG") == "1":
             raise
-        print(f"bwsft {name}: {error}", file=sys.stderr)
+        say(f"bwsft {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before a run can save, or a second time
-        print(f"bwsft {name}: interrupted", file=sys.stderr)
+        say(f"bwsft {name}: interrupted", file=sys.stderr)
         return 130
 
 

@@ -167,16 +167,21 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def prune(newest: Path, keep_last: int) -> None:
+def prune(newest: Path, keep_last: int) -> list[str]:
     """Tidy up after `newest`, a checkpoint just written: it and the `keep_last` - 1 before it stay
     (0: all). Torn folders of later steps go, from which a resumed run could not go on, and the
-    leftovers of writers that were killed.
+    leftovers of writers that were killed. Returns what could not be deleted, a sentence each.
     """
     run, step = newest.parent.parent, step_of(newest)
     folders = step_folders(run)
     later = [folder for folder in folders if step_of(folder) > step]
     earlier = [folder for folder in folders if step_of(folder) <= step]
+    faults = []
     for folder in later + (earlier[keep_last:] if keep_last else []):
-        remove_folder(folder)
+        try:
+            remove_folder(folder)
+        except OSError as error:
+            faults.append(f"{folder} could not be deleted: {error}")
     for place in (run, newest.parent):
-        sweep(place)
+        sweep(place, alone=True)
+    return faults

@@ -12,6 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bwsft.commands.options import BenchOptions
+from bwsft.utils.lines import say
 
 # Beside the package in a source checkout; an installed wheel has none.
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -42,7 +43,7 @@ def run_bench(options: BenchOptions) -> int:
     with tqdm(options.only, "benchmarks", disable=None, bar_format=PROGRESS) as bar:
         for name in bar:
             outcomes.append(run_one(name, options.out, bar))
-    print(table(outcomes))
+    say(table(outcomes))
     return 1 if any(o.summary is None for o in outcomes) else 0
 
 
@@ -54,7 +55,7 @@ def run_one(name: str, out: Path | None, bar: tqdm) -> Outcome:
         command += ["--json", str(out.resolve() / f"{name}.json")]
     began, running = time.monotonic(), True
     if bar.disable:  # no terminal
-        print(f"{name}: started", file=sys.stderr, flush=True)
+        say(f"{name}: started", file=sys.stderr)
     # Its progress would fight with ours for the terminal; the end of it is shown if it fails.
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     with subprocess.Popen(command, **pipes) as process:
@@ -70,7 +71,7 @@ def run_one(name: str, out: Path | None, bar: tqdm) -> Outcome:
                 raise
     seconds, said = time.monotonic() - began, errors.strip().rpartition("\n")[2]
     if bar.disable:
-        print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
+        say(f"{name}: {seconds:.0f} s", file=sys.stderr)
     if process.returncode:
         return Outcome(name, seconds, None, said or f"exit {process.returncode}")
     return Outcome(name, seconds, json.loads(output.strip().rpartition("\n")[2]))

@@ -23,6 +23,7 @@ from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.request import check_modes, check_request
 from bwsft.decoding.result import Commit, Generation, OnCommit
+from bwsft.utils.lines import printable, say
 
 HELP = """/quit            leave (so does the end of the input)
 /reset           forget the conversation
@@ -36,8 +37,6 @@ SETTINGS = {"steps": "steps", "block": "block_size", "seed": "seed", "context": 
 MASK = "░"
 # A token's color by the steps since it was committed; older ones have the terminal's own.
 AGES = ("bold black on bright_green", "bright_green", "green")
-# What a model writes must not move the cursor: all control characters but tab and line feed.
-VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
 def run_chat(options: ChatOptions) -> int:
@@ -175,11 +174,11 @@ class Plain:
         return line.rstrip("\r\n") if line else None
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say(text, file=sys.stderr)
 
     def answer(self, conversation: Conversation, prompt: list[int]) -> Generation:
         generation = conversation.decode(prompt)
-        print(conversation.decoder.text(generation.tokens), flush=True)
+        say(conversation.decoder.text(generation.tokens))
         return generation
 
 
@@ -203,7 +202,7 @@ class Terminal:
                 self.note("/quit leaves")
 
     def note(self, text: str) -> None:
-        self.console.print(Text(text.translate(VISIBLE), style="dim"))
+        self.console.print(Text(printable(text), style="dim"))
 
     def answer(self, conversation: Conversation, prompt: list[int]) -> Generation:
         picture = Picture(conversation.decoder)
@@ -216,7 +215,7 @@ class Terminal:
             draw(0, [])
             generation = conversation.decode(prompt, draw)
         answer = conversation.decoder.text(generation.tokens)
-        self.console.print(Text(answer.translate(VISIBLE)))
+        self.console.print(Text(printable(answer)))
         return generation
 
 
@@ -246,7 +245,7 @@ class Picture:
                 text.append(MASK * len(list(run)), style="dim")
             else:  # together: a character may be spread over several tokens
                 words = self.decoder.text([self.tokens[position] for position in run])
-                text.append(words.translate(VISIBLE), style=style)
+                text.append(printable(words), style=style)
         return text
 
     def style(self, position: int) -> str | None:

@@ -25,6 +25,7 @@ from bwsft.decoding.settings import ContextMode
 from bwsft.evaluation.answer_files import Output, join, read_references
 from bwsft.evaluation.math_equality import MathVerifier
 from bwsft.evaluation.pass_at_1 import score, summarize
+from bwsft.utils.claims import claimed
 from bwsft.utils.files import write_atomic
 from bwsft.utils.flops import flop_counter
 
@@ -55,8 +56,15 @@ def run_compare(options: CompareOptions) -> int:
     asked = (options.data, options.task, options.subset, options.split, options.columns)
     references = read_references(*asked)
     questions = [question for question, _ in references.values()][: options.limit]
-    if options.json and options.json.exists():
-        raise ValueError(f"{options.json} exists: name another file")
+    with claimed(options.json) if options.json else nullcontext():
+        compare(options, modes, questions, references)
+    return 0
+
+
+def compare(
+    options: CompareOptions, modes: list[str], questions: list[str], references: dict
+) -> None:
+    """Decode in every mode; print the table and write the JSON."""
     decoder = Decoder.load(options.model, replace(options, context=modes[0]))
     prompts = decoder.encode(questions)
     first, rows = None, []
@@ -71,7 +79,6 @@ def run_compare(options: CompareOptions) -> int:
         content = {"questions": len(questions), "modes": [asdict(r) for r in rows]}
         content["settings"] = json.loads(json.dumps(vars(options), default=str))
         write_atomic(options.json, json.dumps(content, indent=2) + "\n")
-    return 0
 
 
 def check(options: CompareOptions) -> list[str]:

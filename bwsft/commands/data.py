@@ -26,6 +26,7 @@ from bwsft.data.sources import open_source
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.presets import PRESETS, for_own_data
 from bwsft.training.run_data import data_options, follow_data
+from bwsft.utils.claims import claimed
 from bwsft.utils.files import write_atomic
 from bwsft.utils.lines import printable
 
@@ -154,8 +155,15 @@ def training(command: DataCommand, config: c.Config, examples: TokenizedSet) -> 
 
 def write_records(command: DataCommand, out: Path) -> str:
     """Write the records as JSONL, whole or not at all; returns what was written, in words."""
-    if out.exists():
-        raise ValueError(f"{out} exists; choose another --out, or remove it")
+    with claimed(out, otherwise="exists; choose another --out, or remove it"):
+        lines, faults = read_records(command)
+        write_atomic(out, "".join(f"{line}\n" for line in lines))
+    left_out = f"; left out {len(faults):,}, first: {faults[0]}" if faults else ""
+    return printable(f"{out}: {len(lines):,} records{left_out}")
+
+
+def read_records(command: DataCommand) -> tuple[list[str], list[str]]:
+    """(the records as lines of JSONL, what is wrong with others); ValueError if there are none."""
     columns, lines, faults = Columns.parse(command.columns), [], []
     for place, raw in rows_of(command):
         if command.limit is not None and len(lines) == command.limit:
@@ -166,9 +174,7 @@ def write_records(command: DataCommand, out: Path) -> str:
             faults.append(f"{place} {error}")
     if not lines:
         raise ValueError(faults[0] if faults else f"there are no records in {command.source}")
-    write_atomic(out, "".join(f"{line}\n" for line in lines))
-    left_out = f"; left out {len(faults):,}, first: {faults[0]}" if faults else ""
-    return printable(f"{out}: {len(lines):,} records{left_out}")
+    return lines, faults
 
 
 def plain_record(record: Record) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from bwsft.data import word_problems
 from bwsft.decoding.result import Generation
 from bwsft.evaluation.answers import wilson
 from bwsft.evaluation.exact_match import TEST_SEED, solve
+from bwsft.utils.lines import say
 
 
 def demo_config(options: DemoOptions) -> c.Config:
@@ -73,8 +74,8 @@ def run_demo(options: DemoOptions) -> int:
         console.print(f"[bold]{problem['query']}[/bold]")
         console.print(unmasked(found, trained.tokenizer.decode, config.block_size))
         console.print()
-    console.print(f"run folder: {config.out}   plot: {config.out}/loss.png", soft_wrap=True)
-    console.print(f"{time.perf_counter() - began:.0f} s in all")
+    say(f"run folder: {config.out}   plot: {config.out}/loss.png")
+    say(f"{time.perf_counter() - began:.0f} s in all")
     return 0
 
 

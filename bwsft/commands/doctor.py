@@ -19,6 +19,7 @@ from bwsft.commands.options import DoctorOptions
 from bwsft.data.dataset import cache_folder
 from bwsft.models.attention import varlen_kernel
 from bwsft.utils.devices import pick_device
+from bwsft.utils.lines import say
 from bwsft.utils.threads import idle_cores
 
 ROWS, WIDTH, VOCABULARY = 192, 128, 3_000  # of the self-test; a row in four is not supervised
@@ -41,12 +42,12 @@ def run_doctor(options: DoctorOptions) -> int:
     section("self-test: fused loss and its gradients against float64", [t[:2] for t in tests])
     if all(right for _, _, right in tests):
         return 0
-    print("\nThe fused loss is wrong on this device: please report it with the lines above.")
+    say("\nThe fused loss is wrong on this device: please report it with the lines above.")
     return 1
 
 
 def section(title: str, lines: list[tuple[str, str]]) -> None:
-    print(f"{title}\n" + "".join(f"  {name:22}{value}\n" for name, value in lines))
+    say(f"{title}\n" + "".join(f"  {name:22}{value}\n" for name, value in lines))
 
 
 def machine(device: torch.device) -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ from bwsft.presets import is_for_a_gpu
 from bwsft.training.context_modes import make_mode
 from bwsft.training.run_data import layout_of
 from bwsft.utils.flops import flop_counter
+from bwsft.utils.lines import say
 
 OBJECTIVES = {"blockwise": Blockwise, "classical": Classical}
 
@@ -86,7 +87,7 @@ def print_cost(config: c.Config) -> None:
         f"{kept / 1e9:,.3g} GB kept for backward",
     }
     for name, text in lines.items():
-        print(f"{name}: {text}")
+        say(f"{name}: {text}")
 
 
 def countable(config: c.Config) -> c.Config:

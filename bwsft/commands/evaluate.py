@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from bwsft.commands.options import EvaluateCommand
 from bwsft.decoding.pipeline import make_decoder
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
+from bwsft.utils.lines import say
 
 
 def run_evaluate(command: EvaluateCommand) -> int:
@@ -59,5 +60,5 @@ def print_report(result: dict) -> None:
     console = Console()
     console.print(table)
     if result["unused_fields"]:
-        console.print("fields not read: " + ", ".join(result["unused_fields"]), markup=False)
-    console.print(f"every output: {result['saved']}", markup=False, soft_wrap=True)
+        say("fields not read: " + ", ".join(result["unused_fields"]))
+    say(f"every output: {result['saved']}")

@@ -17,7 +17,6 @@ from bwsft.checkpoints.generation_config import write_generation_config
 from bwsft.checkpoints.resolve import Trained, adapter_base, load_trained
 from bwsft.checkpoints.shards import read_rows, read_tensor, write_shards
 from bwsft.commands.export_files import (
-    HUB_ID,
     Origin,
     origin_of,
     spell_config,
@@ -31,7 +30,9 @@ from bwsft.models.families import token_rows, trained_beside
 from bwsft.models.loading import model_folder
 from bwsft.models.lora import ADAPTER
 from bwsft.models.weight_files import opened, renamed, shard_files
+from bwsft.utils import hub
 from bwsft.utils.files import folder_atomic, naming
+from bwsft.utils.lines import say
 
 
 def run_export(options: ExportOptions) -> int:
@@ -43,7 +44,7 @@ def run_export(options: ExportOptions) -> int:
     out = Path(options.out)
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists: name a folder that does not")
-    if options.push is not None and not HUB_ID.fullmatch(options.push):
+    if options.push is not None and not hub.ID.fullmatch(options.push):
         raise ValueError(f"--push {options.push!r} is no ORG/NAME")
     if options.private and options.push is None:
         raise ValueError("--private is about the repository that --push ORG/NAME makes")
@@ -223,31 +224,31 @@ def write_description(trained: Trained, origin: Origin, folder: Path, name: str)
 def push(folder: Path, options: ExportOptions) -> None:
     """Upload the folder to the Hub; ValueError, with what to do, where that fails."""
     try:
-        hub = huggingface_hub.HfApi()
-        hub.create_repo(options.push, private=options.private, exist_ok=True)
-        hub.upload_folder(repo_id=options.push, folder_path=str(folder))
+        api = huggingface_hub.HfApi()
+        api.create_repo(options.push, private=options.private, exist_ok=True)
+        api.upload_folder(repo_id=options.push, folder_path=str(folder))
     except Exception as error:  # the Hub's client and the transport below it: families of their own
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"{folder} is written, but could not be pushed to {options.push} ({reason}): log in "
             f"with `hf auth login`, then `hf upload {options.push} {folder}`"
         ) from error
-    print(f"pushed: https://huggingface.co/{options.push}")
+    say(f"pushed: https://huggingface.co/{options.push}")
 
 
 def report(trained: Trained, out: Path, target: torch.dtype, lost: float | None) -> None:
     """What was written, what rounding cost, and how to decode it as it was trained."""
     dtype = str(target).removeprefix("torch.")
     size = sum(p.numel() * p.element_size() for p in trained.backbone.parameters())
-    print(f"{out}: {'adapter merged, ' if lost is not None else ''}{dtype}, {size / 1e9:.3g} GB")
+    say(f"{out}: {'adapter merged, ' if lost is not None else ''}{dtype}, {size / 1e9:.3g} GB")
     if lost:
-        print(
+        say(
             f"rounding to {dtype} moved the adapter's update by {lost:.2%} of its norm "
             "(--dtype float32 keeps it)"
         )
     if not trained.assumed:
         contract = trained.contract
-        print(
+        say(
             f"bwsft generate --model {out} decodes as it was trained: --template "
             f"{contract.template} --gen-length {contract.gen_length} --block-size "
             f"{contract.block_size} --context {contract.context}"

@@ -22,7 +22,6 @@ from bwsft.utils import hub, strict_json
 # Of a tokenizer_config.json: names of transformers 5 alone.
 NEW_CLASS, NEW_FIELDS = "TokenizersBackend", ("backend", "is_local", "local_files_only")
 TINY_NAME = "the tiny LLaDA that ships with bwsft"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,6 @@ def origin_of(model: str, trained: Trained) -> Origin:
     return Origin(name, tokenizer or folder)
 
 
-def is_hub_id(name: str | None) -> bool:
-    return bool(name) and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
-
-
 def write_tokenizer(trained: Trained, origin: str, folder: Path) -> None:
     """The origin's own files where they are those of the tokenizer that was trained with, what
     transformers writes otherwise; readable by transformers 4 either way."""
@@ -74,7 +69,7 @@ def write_tokenizer(trained: Trained, origin: str, folder: Path) -> None:
     if copied:
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+                copy(source / name, folder / name, source)
     else:
         save_tokenizer(trained.tokenizer, folder)
     if not (folder / CONFIG).exists():
@@ -91,7 +86,7 @@ def tokenizer_folder(origin: str) -> Path | None:
     """The folder of a tokenizer's files; None where they cannot be had."""
     if Path(origin).is_dir():
         return Path(origin)
-    if not is_hub_id(origin):
+    if not hub.is_id(origin):
         return None
     try:
         return hub.snapshot(origin, TOKENIZER_FILES)
@@ -153,7 +148,18 @@ def copy_code(source: Path, folder: Path) -> None:
         target = folder / file.relative_to(source)
         if file.is_file() and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
+            copy(file, target, source)
+
+
+def copy(file: Path, target: Path, source: Path) -> None:
+    """Copy a file of the model folder `source`; ValueError for one that is a symlink out of it, to
+    what may be nobody's to publish. The Hub's cache keeps the files of its snapshots elsewhere."""
+    home = source.resolve()
+    if home.parent.name == "snapshots":
+        home = home.parent.parent
+    if not file.resolve().is_relative_to(home):
+        raise ValueError(f"{file} is a symlink out of its folder: put the file itself there")
+    shutil.copyfile(file, target)
 
 
 def settle(auto_map: Any, origin: str | None) -> dict | None:
@@ -167,7 +173,7 @@ def settle(auto_map: Any, origin: str | None) -> dict | None:
     own = [target.rpartition(".")[0] for target in targets if "--" not in target]
     if origin and all((Path(origin) / f"{name.replace('.', '/')}.py").is_file() for name in own):
         return auto_map
-    if not is_hub_id(origin):
+    if not hub.is_id(origin):
         return None
 
     def there(target: Any) -> Any:

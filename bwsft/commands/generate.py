@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from bwsft.commands.options import GenerateOptions
 from bwsft.data.chat_template import Prompt
@@ -14,18 +17,34 @@ from bwsft.data.records import question
 from bwsft.decoding.pipeline import Decoder
 from bwsft.evaluation.answer_files import read_records, read_text
 from bwsft.utils import lines
+from bwsft.utils.claims import claimed
+from bwsft.utils.files import naming
+from bwsft.utils.lines import say
 
 
 def run_generate(options: GenerateOptions) -> int:
     """Run `bwsft generate` and return the exit status; ValueError or OSError for bad input."""
     questions = read_questions(options)
-    for path in filter(None, (options.out, options.trace)):
-        refuse_existing(path, options.resume)
-    decoder = Decoder.load(options.model, options)
-    prompts = decoder.encode(questions)  # before any file is made: it may refuse one
-    run = decoder.digest()
-    out = options.out and ResultFile(options.out, run, questions)
-    trace = options.trace and ResultFile(options.trace, run, questions)
+    with (
+        result_file(options.out, options.resume) as out_file,
+        result_file(options.trace, options.resume) as trace_file,
+    ):
+        decoder = Decoder.load(options.model, options)
+        prompts = decoder.encode(questions)
+        run = decoder.digest()
+        out = out_file and ResultFile(options.out, out_file, run, questions)
+        trace = trace_file and ResultFile(options.trace, trace_file, run, questions)
+        answer_all(decoder, prompts, out, trace, options.prompt is not None)
+    if out:
+        say(f"{len(questions)} answers: {options.out}", file=sys.stderr)
+    return 0
+
+
+def answer_all(
+    decoder: Decoder, prompts: list[list[int]], out: ResultFile | None, trace: ResultFile | None,
+    shown: bool,
+) -> None:  # fmt: skip
+    """Decode the prompts that have no answer in `out` yet, into the files and the terminal."""
     done = len(out.lines) if out else 0
     if trace:
         trace.keep(done)
@@ -39,12 +58,9 @@ def run_generate(options: GenerateOptions) -> int:
             answer |= {"truncated": not generation.ended, "steps": generation.steps}
             answer["passes"] = generation.passes
             out.append(index, answer)
-        if options.prompt is not None:
-            print(text)
-            print(generation.summary(), file=sys.stderr)
-    if out:
-        print(f"{len(questions)} answers: {options.out}", file=sys.stderr)
-    return 0
+        if shown:
+            say(text)
+            say(generation.summary(), file=sys.stderr)
 
 
 def read_questions(options: GenerateOptions) -> list[Prompt]:
@@ -89,34 +105,43 @@ def _read_file(options: GenerateOptions) -> list[Prompt]:
     return found
 
 
-def refuse_existing(path: Path, resume: bool) -> None:
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
-    if path.exists() and not resume:
-        raise ValueError(f"{path} exists: name another file, or go on with it by --resume")
+@contextlib.contextmanager
+def result_file(path: Path | None, resume: bool) -> Iterator[IO[bytes] | None]:
+    """The file of a ResultFile, claimed before a model is loaded; None for no path."""
+    if path is None:
+        yield None
+        return
+    otherwise = "exists: name another file, or go on with it by --resume"
+    with claimed(path, lambda head: resume, otherwise) as file:
+        yield file
 
 
 class ResultFile:
     """A JSONL with a line per prompt, in their order, appended to and flushed line by line.
 
-    Opening one that exists checks that it came from the same prompts and settings (ValueError), and
-    cuts off a last line that a killed writer left without its end.
+    Opening one checks that it came from the same prompts and settings (ValueError), and cuts off a
+    last line that a killed writer left without its end.
     """
 
-    def __init__(self, path: Path, run: str, questions: list[Prompt]):
-        self.path, self.run, self.questions = path, run, questions
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is not a file: name another one")
-        content = path.read_bytes() if path.exists() else b""
+    def __init__(self, path: Path, file: IO[bytes], run: str, questions: list[Prompt]):
+        """file: what `claimed` yields."""
+        self.path, self.file, self.run, self.questions = path, file, run, questions
+        file.seek(0)
+        content = file.read()
         self.lines = lines.finished(content)
         for number, line in enumerate(self.lines):
             if number >= len(questions) or not self._fits(line, questions[number]):
-                raise ValueError(
-                    f"{path}, line {number + 1} is not the answer to prompt {number + 1} under "
-                    "these settings: name another file, or delete it first"
-                )
+                raise self._foreign(number)
+        torn = content[sum(map(len, self.lines)) :]
+        if torn and not self._begins(torn, len(self.lines)):
+            raise self._foreign(len(self.lines))
         self.keep(len(self.lines))
+
+    def _foreign(self, number: int) -> ValueError:
+        return ValueError(
+            f"{self.path}, line {number + 1} is not the answer to prompt {number + 1} under "
+            "these settings: name another file, or delete it first"
+        )
 
     def _fits(self, line: bytes, asked: Prompt) -> bool:
         try:
@@ -124,6 +149,16 @@ class ResultFile:
             return (record["run"], record["question"]) == (self.run, asked)
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
+
+    def _begins(self, torn: bytes, number: int) -> bool:
+        """Whether half a line can be what `append` was writing as line `number`."""
+        if number >= len(self.questions):
+            return False
+        start = json.dumps(self._asked(number)).encode()[:-1]
+        return torn.startswith(start) or start.startswith(torn)
+
+    def _asked(self, number: int) -> dict:
+        return {"run": self.run, "question": self.questions[number]}
 
     def keep(self, count: int) -> None:
         """Drop all but the first `count` lines; ValueError if there are fewer."""
@@ -133,10 +168,10 @@ class ResultFile:
                 "--trace, or start again with new files"
             )
         self.lines = self.lines[:count]
-        with open(self.path, "ab") as file:
-            file.truncate(sum(map(len, self.lines)))
+        self.file.truncate(sum(map(len, self.lines)))
 
     def append(self, index: int, record: dict) -> None:
-        line = {"run": self.run, "question": self.questions[index], **record}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        rest = memoryview(json.dumps(self._asked(index) | record).encode() + b"\n")
+        with naming(self.path):
+            while rest:  # a disk that gets full takes a part, and then nothing
+                rest = rest[self.file.write(rest) :]

@@ -14,8 +14,9 @@ from huggingface_hub.repocard import metadata_load
 
 from bwsft.checkpoints.generation_config import DecodingContract
 from bwsft.checkpoints.resolve import Trained
-from bwsft.commands.export_files import Origin, is_hub_id
+from bwsft.commands.export_files import Origin
 from bwsft.training.metrics import read_log
+from bwsft.utils import hub
 from bwsft.utils.lines import one_line
 from bwsft.version import __version__
 
@@ -61,7 +62,7 @@ def code(text: str) -> str:
 def front_matter(trained: Trained, origin: Origin) -> str:
     data = trained.state["config"]["data"] if trained.state else None
     card = ModelCardData(
-        base_model=origin.model if is_hub_id(origin.model) else None,
+        base_model=origin.model if hub.is_id(origin.model) else None,
         datasets=[data] if is_hub_data(trained.state) else None,
         library_name="bwsft", pipeline_tag="text-generation",
         tags=["masked-diffusion", "diffusion-language-model", "blockwise-sft", "bwsft"],
@@ -74,7 +75,7 @@ def is_hub_data(state: dict[str, Any] | None) -> bool:
     data = state["config"]["data"] if state else None
     if data is None or "data" in state.get("local", ()):
         return False
-    return is_hub_id(data) and not DATA_FILE.search(data)
+    return hub.is_id(data) and not DATA_FILE.search(data)
 
 
 def base_license(origin: str | None) -> dict[str, str]:
@@ -90,7 +91,7 @@ def base_license(origin: str | None) -> dict[str, str]:
 
 def about(trained: Trained, origin: Origin) -> str:
     base = f"{code(Path(origin.model).name)}, a local folder" if origin.model else origin.own
-    if is_hub_id(origin.model):
+    if hub.is_id(origin.model):
         base = f"[{plain(origin.model)}](https://huggingface.co/{origin.model})"
     if not trained.state:
         return f"A masked-diffusion language model, written by bwsft from {base}."

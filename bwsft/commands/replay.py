@@ -25,6 +25,7 @@ from bwsft.training.run_files import BATCH, FACTS
 from bwsft.training.setup import setup
 from bwsft.training.trainer import Run, seed_dropout
 from bwsft.utils import config_check, strict_json
+from bwsft.utils.lines import say
 
 SHOWN = 5  # parameters in the table
 
@@ -54,15 +55,15 @@ def run_replay(options: ReplayOptions) -> int:
     if weights is not None:
         put_weights(run, weights)
     note = "" if kept else ", since those of the update were not kept"
-    print(f"step {facts.step + 1}: {facts.what}")
-    print(f"weights of {weights or 'the start of the run'}{note}")
+    say(f"step {facts.step + 1}: {facts.what}")
+    say(f"weights of {weights or 'the start of the run'}{note}")
     size = config.micro_batch_size
     for start in range(0, batch.num_sequences, size):
         part = batch.select(range(start, min(start + size, batch.num_sequences)))
         with first_not_finite(run.backbone) as names:
             replay(run, part, facts, facts.first + start)
         if names:
-            print(f"  first output that is not finite: {names[0]}")
+            say(f"  first output that is not finite: {names[0]}")
     report(run)
     return 0
 
@@ -97,7 +98,7 @@ def replay(run: Run, part: Batch, facts: Facts, first: int) -> None:
         (loss.total / facts.sequences).backward()
         mean = loss.total.item() / part.num_sequences
         names = ", ".join(map(str, ids))
-        print(f"samples {names}: loss {mean:.6g}, {int(loss.rows)} supervised tokens")
+        say(f"samples {names}: loss {mean:.6g}, {int(loss.rows)} supervised tokens")
 
 
 @contextlib.contextmanager
@@ -127,7 +128,7 @@ def report(run: Run) -> None:
     grads = {name: p.grad for name, p in trainable(run.backbone).items() if p.grad is not None}
     norms = {name: grad.norm().item() for name, grad in grads.items()}
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
-    print(f"gradient norm {total:.6g}; largest parts:")
+    say(f"gradient norm {total:.6g}; largest parts:")
     size = {n: norm if math.isfinite(norm) else math.inf for n, norm in norms.items()}
     for name in sorted(norms, key=size.__getitem__, reverse=True)[:SHOWN]:
-        print(f"  {norms[name]:.4g}  {name}")
+        say(f"  {norms[name]:.4g}  {name}")

@@ -7,6 +7,8 @@ earlier one.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from rich.text import Text
 
 from bwsft.commands.options import TraceOptions
 from bwsft.evaluation.answer_files import read_records
+from bwsft.utils.claims import claimed
+from bwsft.utils.files import write_atomic
 from bwsft.utils.lines import printable
 
 LARGEST = 100_000  # positions or steps of a trace
@@ -27,16 +31,20 @@ def run_trace(options: TraceOptions) -> int:
     if not 1 <= options.line <= len(records):
         raise ValueError(f"--line {options.line}: {options.file} has lines 1 to {len(records)}")
     record = checked(records[options.line - 1], f"{options.file}: line {options.line}")
-    console = Console()
-    console.print(Text(record["question"], style="bold"))
+    with claimed(options.png) if options.png else contextlib.nullcontext():
+        show(record, Console(), options.png)
+    return 0
+
+
+def show(record: dict, console: Console, png: Path | None) -> None:
+    console.print(Text(printable(record["question"]), style="bold"))
     pieces = {p: record["tokens"][str(token)] for _, p, token, _ in record["commits"]}
     steps = {p: step for step, p, _, _ in record["commits"]}
     console.print(unmasking(steps, pieces, range(record["gen_length"]), record["block_size"]))
     console.print(summary(record["commits"]))
-    if options.png:
-        draw(record, options.png)
-        console.print(f"{options.png}", markup=False, soft_wrap=True)
-    return 0
+    if png:
+        write_atomic(png, draw(record))
+        console.print(f"{png}", markup=False, soft_wrap=True)
 
 
 def checked(record: dict, place: str) -> dict:
@@ -109,7 +117,7 @@ def grid(record: dict) -> list[list[float]]:
     return rows
 
 
-def draw(record: dict, path: Path) -> None:
+def draw(record: dict) -> bytes:
     """The heat map as a PNG."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -127,7 +135,8 @@ def draw(record: dict, path: Path) -> None:
         axes.axvline(edge - 0.5, color="black", linewidth=0.8)
     axes.set_xlabel("response position (lines: blocks)")
     axes.set_ylabel("denoising step")
-    axes.set_title(record["question"][:80].replace("$", r"\$"), fontsize="small")
+    axes.set_title(printable(record["question"][:80]), fontsize="small", parse_math=False)
     figure.colorbar(image, label="confidence when committed")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(path)
+    drawn = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(drawn)
+    return drawn.getvalue()

@@ -14,6 +14,7 @@ from bwsft.commands.train_flags import show_all, show_common, spelled
 from bwsft.data import word_problems
 from bwsft.presets import PRESETS, for_own_data
 from bwsft.utils import config_file
+from bwsft.utils.lines import say
 from bwsft.utils.spelling import meant
 
 RUN_CONFIG = "config.json"
@@ -61,7 +62,7 @@ def parse_train(argv: list[str]) -> c.Config:
     config = c.Config(**{name: getattr(flags, name) for name in names})
     c.validate(config)
     if flags.print_config:
-        print(config_file.text(config), end="")
+        say(config_file.text(config), end="")
         raise SystemExit(0)
     if flags.dry_run:
         from bwsft.commands.dry_run import print_cost

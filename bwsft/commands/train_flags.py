@@ -12,6 +12,7 @@ import tyro
 from bwsft import config as c
 from bwsft.utils import config_file
 from bwsft.utils.config_check import flat
+from bwsft.utils.lines import say
 from bwsft.utils.spelling import meant
 
 # The settings that `bwsft train PRESET --help` shows, by their short names.
@@ -65,7 +66,7 @@ def spelled(argv: list[str]) -> list[str]:
             continue
         flag = flag.replace("_", "-")
         if (now := OLD_FLAGS.get(flag)) is not None:
-            print(f"{flag} is called {now} now", file=sys.stderr)
+            say(f"{flag} is called {now} now", file=sys.stderr)
             flag = now
         if flag in ELSEWHERE:
             raise ValueError(f"unknown flag {flag}: it is called {ELSEWHERE[flag]} here")

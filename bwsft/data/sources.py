@@ -20,8 +20,6 @@ from bwsft.data.file_formats import FORMATS, Row, format_of, places
 from bwsft.data.splits import SPLIT, SUBSET
 from bwsft.utils import hub
 
-HUB_ID = r"[\w.-]+/[\w.-]+"
-
 
 @dataclass(frozen=True)
 class Source:
@@ -55,7 +53,7 @@ def open_source(
         _refuse(name, "a glob", subset, split)
         found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         return _open_files([match for match in found if not match.is_dir()], name)
-    if not path.exists() and re.fullmatch(HUB_ID, name) and not known:
+    if hub.is_id(name) and not known:
         return _open_hub(name, subset, split or usual_split)
     if not path.exists():
         raise ValueError(f"data file {name} doesn't exist")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bwsft.utils import strict_json
-from bwsft.utils.files import write_atomic
+from bwsft.utils.files import sweep, write_atomic
 
 Arrays = dict[str, np.ndarray]
 # Safetensors' names of the two dtypes that a token set needs.
@@ -33,6 +33,7 @@ def save(path: Path, arrays: Arrays, facts: dict[str, Any]) -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
         write_atomic(path, safetensors.save(arrays, metadata={"facts": json.dumps(facts)}))
     except OSError as error:
         warnings.warn(f"can't cache tokens in {path.parent}: {error.strerror}", stacklevel=2)

@@ -23,6 +23,7 @@ from bwsft.decoding.request import check_request
 from bwsft.decoding.result import Decode, Decoded, Generation
 from bwsft.decoding.settings import DecoderOptions, DecodeSettings
 from bwsft.models.backbone import Backbone, check_context
+from bwsft.utils.lines import say
 
 if TYPE_CHECKING:  # it needs transformers, and most rules do without
     from bwsft.models.verifier import Verifier
@@ -75,7 +76,7 @@ class Decoder:
         )  # fmt: skip
         for hint in (assumptions(trained, given), block_hint(trained, config), decoder.hint()):
             if hint:
-                print(hint, file=sys.stderr)
+                say(hint, file=sys.stderr)
         return decoder
 
     @classmethod

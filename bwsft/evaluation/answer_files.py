@@ -12,6 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -27,6 +28,7 @@ from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.math_equality import same_spelling
 from bwsft.evaluation.numerals import format_number, single_number
 from bwsft.utils import lines, strict_json
+from bwsft.utils.claims import claimed
 
 QUESTION_FIELDS = ("question", "query", "problem", "prompt")
 OUTPUT_FIELDS = ("output", "outputs", "generation", "generations", "completion", "response")
@@ -274,14 +276,11 @@ def join(outputs: list[Output], references: dict | None) -> tuple[list[Output], 
     return joined, conflicts
 
 
-def refuse_foreign(path: Path, run: str) -> None:
-    """ValueError if `path` exists and is not a result of the settings whose digest is `run`."""
-    if not path.exists():
-        return
-    found = None
-    if path.is_file():
-        with open(path, encoding="utf-8", errors="replace") as file:
-            found = re.match(r'\{\s*"run": "([0-9a-f]{12})"', file.read(100))
-    if found is None or found[1] != run:
-        raise ValueError(f"{path} exists and was not written with these settings: "
-                         "name another file, or delete it first")
+def held(path: Path, run: str) -> AbstractContextManager:
+    """The file `path` of a result, claimed: ValueError if it exists and is not one of the settings
+    whose digest is `run`."""
+    otherwise = (
+        "exists and was not written with these settings: name another file, or delete it first"
+    )
+    start = re.compile(rb'\{\s*"run": "%s"' % run.encode())
+    return claimed(path, lambda head: start.match(head) is not None, otherwise)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -65,9 +65,19 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
     run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     stem = (options.outputs or options.model).stem
     save = options.save or Path("runs/evaluate") / f"{options.task}-{stem}-{run[:8]}.jsonl"
-    for path in filter(None, (options.json, save)):
-        files.refuse_foreign(path, run)
+    with ExitStack() as stack:
+        for path in filter(None, (save, options.json)):
+            stack.enter_context(files.held(path, run))
+        result, records = scored(options, decode)
+        result = {"run": run, **result, "settings": settings, "saved": str(save)}
+        write_atomic(save, "".join(json.dumps({"run": run, **r}) + "\n" for r in records))
+        if options.json:
+            write_atomic(options.json, json.dumps(result, indent=2) + "\n")
+    return result
 
+
+def scored(options: EvaluateOptions, decode: Decode | None) -> tuple[dict, list[dict]]:
+    """(the figures, a record per output) of outputs that are read or decoded."""
     references = None
     if options.data:
         asked = (options.data, options.task, options.subset, options.split, options.columns)
@@ -84,17 +94,11 @@ def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
             raise ValueError(_nothing_joined(options, joined, unused))
         records = score(joined, options.task, verifier)
 
-    result = {"run": run, **summarize(records, options.task, options.strict)}
+    result = summarize(records, options.task, options.strict)
     answered = {question_key(record["question"]) for record in records}
     result["not_attempted"] = None if references is None else len(references.keys() - answered)
     result["conflicting_references"] = conflicts
-    result |= {"unused_fields": unused, "source": header, "settings": settings, "saved": str(save)}
-    lines = "".join(json.dumps({"run": run, **record}) + "\n" for record in records)
-    for path, text in ((save, lines), (options.json, json.dumps(result, indent=2) + "\n")):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text)
-    return result
+    return result | {"unused_fields": unused, "source": header}, records
 
 
 def _check(options: EvaluateOptions, decode: Decode | None) -> None:

@@ -19,7 +19,9 @@ from bwsft.experiments.options import ExperimentOptions
 from bwsft.experiments.plans import PILOT_SEED, PLANS
 from bwsft.experiments.runner import run_plan, with_updates
 from bwsft.experiments.scales import Scale
+from bwsft.utils.claims import lock_folder
 from bwsft.utils.files import write_atomic
+from bwsft.utils.lines import say
 
 
 def run_experiment(options: ExperimentOptions) -> int:
@@ -41,16 +43,18 @@ def run_experiment(options: ExperimentOptions) -> int:
     tests = chosen_test_set(options, scale)
     out = Path(options.out or f"runs/experiments-{scale.name}")
 
-    stored = out / f"plan-{plan.name}.json"
-    if not stored.exists():  # the plan as it stood before any result
-        out.mkdir(parents=True, exist_ok=True)
-        content = {"scale": scale.name, "seeds": seeds, "plan": dataclasses.asdict(plan)}
-        write_atomic(stored, json.dumps(content, indent=1) + "\n")
-    arms = run_plan(plan, seeds, out, tests, options.jobs)
-    finished = report.Finished(plan, scale, seeds, tests, arms)
-    page = report.write(finished, Path(options.report or out / "reports"))
+    out.mkdir(parents=True, exist_ok=True)
+    pages = Path(options.report or out / "reports")
+    with lock_folder(out), report.held(plan, pages):
+        stored = out / f"plan-{plan.name}.json"
+        if not stored.exists():  # the plan as it stood before any result
+            content = {"scale": scale.name, "seeds": seeds, "plan": dataclasses.asdict(plan)}
+            write_atomic(stored, json.dumps(content, indent=1) + "\n")
+        arms = run_plan(plan, seeds, out, tests, options.jobs)
+        finished = report.Finished(plan, scale, seeds, tests, arms)
+        page = report.write(finished, pages)
     show(finished)
-    print(f"report: {page}")
+    say(f"report: {page}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -20,6 +21,7 @@ from bwsft.experiments.measures import TestSet
 from bwsft.experiments.results import Judged, Measured, is_gradient, is_nelbo, judge
 from bwsft.experiments.scales import Scale
 from bwsft.experiments.statistics import mean_error
+from bwsft.utils.claims import claimed
 from bwsft.utils.files import write_atomic
 
 LABELS = {
@@ -61,22 +63,39 @@ class Finished:
         return [name for name in names if not name.startswith("curve")]
 
 
+@contextlib.contextmanager
+def held(plan: Plan, folder: Path) -> Iterator[None]:
+    """Claim NAME.md, NAME.csv and NAME.png in a folder. ValueError if they are there and the page
+    is not one of this plan."""
+    page = folder / f"{plan.name}.md"
+    known = page.is_file() and page.read_bytes().startswith(title(plan).encode())
+    otherwise = f"exists, and {page} is not its report: name another folder by --report"
+    with contextlib.ExitStack() as stack:
+        for suffix in (".md", ".csv", ".png"):
+            path = page.with_suffix(suffix)
+            stack.enter_context(claimed(path, lambda head: known, otherwise))
+        yield
+
+
+def title(plan: Plan) -> str:
+    """What a page begins with."""
+    return f"# {plan.title} ("
+
+
 def write(finished: Finished, folder: Path) -> Path:
     """Write NAME.md, NAME.csv and NAME.png into the folder; returns the page."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = finished.plan.name
+    page = folder / f"{finished.plan.name}.md"
     judged = judge(finished.plan, finished.arms, len(finished.seeds))
-    write_atomic(folder / f"{name}.csv", csv_text(finished))
-    write_atomic(folder / f"{name}.png", draw(finished))
-    page = folder / f"{name}.md"
-    write_atomic(page, markdown(finished, judged))
+    write_atomic(page, markdown(finished, judged))  # first: by it the others are known
+    write_atomic(page.with_suffix(".csv"), csv_text(finished))
+    write_atomic(page.with_suffix(".png"), draw(finished))
     return page
 
 
 def markdown(finished: Finished, judged: list[Judged]) -> str:
     """The page."""
     plan = finished.plan
-    lines = [f"# {plan.title} ({finished.scale.name})", "", plan.question, ""]
+    lines = [f"{title(plan)}{finished.scale.name})", "", plan.question, ""]
     heads, *arms = (f"| {' | '.join(texts)} |" for texts in table(finished))
     ruler = "|---|" + "---:|" * (heads.count("|") - 2)
     lines += [settings(finished), "", heads, ruler, *arms, ""]

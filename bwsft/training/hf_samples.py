@@ -13,7 +13,7 @@ from bwsft.checkpoints.resolve import Trained
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Decoded
 from bwsft.models.backbone import Backbone
-from bwsft.utils.lines import one_line
+from bwsft.utils.lines import one_line, say
 
 
 class Samples(TrainerCallback):
@@ -60,14 +60,14 @@ class Samples(TrainerCallback):
             with self.trainer.accelerator.autocast():
                 self.answers[step] = self.decoder.decode(self.prompts)
         except ValueError as error:  # NaN: the training's own guards say what they make of it
-            print(f"step {step}: no samples: {error}")
+            say(f"step {step}: no samples: {error}")
             return
         finally:
             backbone.train(training)
         for prompt, answer in zip(self.prompts, self.answers[step], strict=True):
             end = "" if answer.ended else ", no end token"
             said = f"{one_line(answer.text)} [{answer.tokens} tokens{end}]"
-            print(f"step {step}: {one_line(prompt)} -> {said}")
+            say(f"step {step}: {one_line(prompt)} -> {said}")
         self.report(step)
 
     def report(self, step: int) -> None:

@@ -7,6 +7,7 @@ import math
 
 from bwsft import config as c
 from bwsft.training.optim import lr_at
+from bwsft.utils.lines import say
 
 
 def in_steps(config: c.Config, epoch: int) -> c.Config:
@@ -25,7 +26,7 @@ def announce(config: c.Config, stored: c.Config | None, done: int) -> None:
     if config.steps < done:
         raise ValueError(f"--steps {config.steps}: the run has done {done} already; give as many")
     before, now = (lr_at(done, steps, config.optim) for steps in (stored.steps, config.steps))
-    print(
+    say(
         f"steps {stored.steps} -> {config.steps}, which is a new schedule: the learning rate of "
         f"step {done + 1} is {now:.3g} (by the old one {before:.3g}), after a warm-up of "
         f"{round(config.optim.warmup * config.steps)} steps it falls towards "

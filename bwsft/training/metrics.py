@@ -89,7 +89,8 @@ def plot_run(folder: Path) -> Path:
     if evals:
         nelbo = column(eval_log, evals, "nelbo")
         left.plot([r["step"] for r in evals], nelbo, "o-", label="held-out NELBO")
-    left.set(xlabel="step", ylabel="nats per token", ylim=(0, None), title=folder.name)
+    left.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
+    left.set_title(folder.name, parse_math=False)
     left.legend()
     right.plot(steps, column(log, metrics, "lr"), color="tab:green")
     right.set(xlabel="step", ylim=(0, None))

@@ -28,6 +28,9 @@ def profiler(run: Run) -> Iterator[torch.profiler.profile | None]:
         return
 
     def write(found: torch.profiler.profile) -> None:
+        run.files.beside("the profile", write_trace, found)
+
+    def write_trace(found: torch.profiler.profile) -> None:
         begin = run.first + WARM_UP + 1
         path = run.folder / "profile" / f"steps-{begin}-{begin + count - 1}"
         shutil.rmtree(path, ignore_errors=True)  # of an earlier attempt

@@ -18,6 +18,7 @@ from bwsft.data.packing import Batch, CanvasLayout, pack, split_holdout
 from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import HeldOut
+from bwsft.utils.lines import say
 
 HOLDOUT = 64  # most examples that are held out where the config leaves it open
 GENERATED = 20_000  # word problems of a run without a file, those held out included
@@ -133,7 +134,7 @@ def follow_data(
         gen_length=fitted if config.gen_length is None else config.gen_length,
         max_length=min(longest, int((prompts + responses).max())),
     )
-    print(f"lengths of the data: --gen-length {found.gen_length} --max-length {found.max_length}")
+    say(f"lengths of the data: --gen-length {found.gen_length} --max-length {found.max_length}")
     return found
 
 
@@ -182,10 +183,10 @@ def plan_data(
     """
     source, tests = source_of(config) if records is None else (records, 0)
     examples = load_set(source, tokenizer, data_options(config, family), config.dataset.cache_dir)
-    print(examples.summary())
+    say(examples.summary())
     if config.dataset.limit is not None:
         examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
-        print(f"  using the first {len(examples):,} (--dataset.limit)")
+        say(f"  using the first {len(examples):,} (--dataset.limit)")
     layout = layout_of(config, family)
     count = hold_out(config, len(examples), holdout)
     if tests:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from bwsft import config as c
 from bwsft.checkpoints import folders
@@ -21,8 +25,10 @@ from bwsft.checkpoints.optimizer_state import moments
 from bwsft.checkpoints.state import read_state
 from bwsft.training.distributed import World
 from bwsft.training.trackers import Logs
+from bwsft.utils.claims import LOCK
 from bwsft.utils.devices import device_name
 from bwsft.utils.files import folder_atomic, write_atomic
+from bwsft.utils.lines import printable, say
 
 if TYPE_CHECKING:
     from bwsft.training.trainer import Run
@@ -52,7 +58,8 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
     """(run folder, checkpoint to go on from or None). Refuses folders it must not touch."""
     folder = c.run_folder(config)
     if config.resume is None:
-        if folder.exists():
+        # A lock alone is of one that ended before it began.
+        if folder.exists() and not (folder.is_dir() and os.listdir(folder) == [LOCK]):
             raise ValueError(
                 f"{folder} exists; choose another --out, or go on with it by --resume {folder}"
             )
@@ -65,19 +72,19 @@ def open_run(config: c.Config) -> tuple[Path, Path | None]:
         raise ValueError(f"--resume {folder}: this is not a run folder, it has no config.json")
     checkpoint, skipped = newest_complete(folder)
     for fault in skipped:
-        print(f"skipping a checkpoint that is not whole: {fault}")
+        say(f"skipping a checkpoint that is not whole: {fault}")
     if checkpoint is None:
-        print(f"{folder} has no complete checkpoint: starting at step 0")
+        say(f"{folder} has no complete checkpoint: starting at step 0")
     else:
         state = read_state(checkpoint)
         written = c.from_json(json.dumps(state["config"]), str(checkpoint))
         refuse_changes(written, config, checkpoint)
-        print(f"resuming from {checkpoint}")
+        say(f"resuming from {checkpoint}")
         if (writer := state.get("versions", {}).get("torch")) != folders.versions()["torch"]:
-            print(f"  torch is no longer {writer}: losses may differ in their last bits")
+            say(f"  torch is no longer {writer}: losses may differ in their last bits")
         before, now = state.get("threads"), torch.get_num_threads()
         if state.get("device") == "cpu" and before not in (None, now):
-            print(
+            say(
                 f"  threads {before} -> {now}: losses may differ in their last bits "
                 f"(OMP_NUM_THREADS={before} keeps them)"
             )
@@ -106,6 +113,22 @@ class RunFiles:
     tokenizer: Any
     base: str | None
     """Model that an adapter belongs to; None for full fine-tuning."""
+    faults: list[str] = field(default_factory=list)
+    """What failed beside the run, on rank 0."""
+
+    def beside(self, what: str, act: Callable, *arguments: Any) -> Any:
+        """act(*arguments), which the run can do without: None if it fails, and a note of it."""
+        try:
+            return act(*arguments)
+        except Exception as error:  # whatever a library raises
+            self.note(f"{what}: {str(error) or type(error).__name__}")
+            return None
+
+    def note(self, fault: str) -> None:
+        """Say what failed, once, and keep it for the end of the run."""
+        if fault not in self.faults:
+            self.faults.append(fault)
+            tqdm.write(printable(fault))
 
     def save(self, run: Run, done: int, logs: Logs) -> None:
         """Checkpoint after `done` steps. Every rank must call it; rank 0 writes."""
@@ -133,7 +156,9 @@ class RunFiles:
         }
         model = run.backbone, self.tokenizer, run.optimizer
         path = save_checkpoint(self.folder, done, *model, state, whole)
-        folders.prune(path, run.config.keep_last)
+        faults = self.beside("old checkpoints", folders.prune, path, run.config.keep_last)
+        for fault in faults or ():
+            self.note(fault)
 
     def note_data(self, run: Run) -> None:
         """Write data.json: which records the run reads, and what became of them."""
@@ -175,7 +200,7 @@ class RunFiles:
                 save_file(batch, folder / BATCH)
                 write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
                 folders.save_model(run.backbone.model, folder, weights or None)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             return f"which could not be kept ({error})"
         return f"run them again (bwsft replay {path})"
 

@@ -43,8 +43,11 @@ from bwsft.training.run_files import RunFiles, open_shared
 from bwsft.training.signals import Signals, signals
 from bwsft.training.trackers import Logs, check_installed
 from bwsft.training.trainer import Run, loop
+from bwsft.utils.claims import lock_folder, new_folder
 from bwsft.utils.devices import pick_device
-from bwsft.utils.files import folder_atomic, lock_folder, write_atomic
+from bwsft.utils.files import folder_atomic, write_atomic
+from bwsft.utils.lines import say
+from bwsft.utils.terminal import lasting_output
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "blockwise": Blockwise,
@@ -60,12 +63,17 @@ def train(config: c.Config, saves_on_signal: bool = True) -> int:
     """Run a whole training and return the exit status: 0 done or stopped by a signal, 1 failed.
 
     Without `saves_on_signal` SIGINT and SIGTERM take their usual course: Ctrl-C ends the caller.
+    A terminal that goes away, or a reader of the output, ends nothing.
     """
     check_installed(config)
     if config.resume is None or not (c.run_folder(config) / "config.json").exists():
         check_start(config)
     try:
-        with join(config.parallel, config.device) as world, contextlib.ExitStack() as stack:
+        with (
+            lasting_output(),
+            join(config.parallel, config.device) as world,
+            contextlib.ExitStack() as stack,
+        ):
             if not world.main:
                 silence = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(contextlib.redirect_stdout(silence))
@@ -86,7 +94,7 @@ def check_start(config: c.Config) -> None:
             wrong.append(f"{here} (bwsft train debug needs none)")
             ways.append("--device cpu")
         else:
-            print(f"{here}: training on the CPU")
+            say(f"{here}: training on the CPU")
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}; give {' '.join(ways)}")
 
@@ -95,18 +103,19 @@ def train_in(
     world: World, config: c.Config, stack: contextlib.ExitStack, saves_on_signal: bool
 ) -> int:
     """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
-    folder, held = c.run_folder(config), []
+    folder = c.run_folder(config)
+    started = config.resume is not None and world.from_main((folder / "config.json").exists())
 
-    def lock() -> None:
-        """On rank 0, once the folder is a run's: a lock file has no business in another."""
-        if not held and (folder / "config.json").exists():
-            held.append(stack.enter_context(lock_folder(folder)))
+    def claim() -> None:
+        """On rank 0: no other process writes in the folder from here on."""
+        stack.enter_context(lock_folder(folder) if started else new_folder(folder))
 
-    if config.resume is not None:  # before a checkpoint is chosen, which another run may prune
-        world.on_main(lock)
+    if started:  # before a checkpoint is chosen, which another run may prune
+        world.on_main(claim)
     _, checkpoint = open_shared(config, world)
+    if not started:  # once it is known to be nobody's
+        world.on_main(claim)
     run = setup(config, folder, checkpoint, world)
-    world.on_main(lock)
     world.on_main(run.files.note_data, run)
     try:
         noted = signals(world.size > 1) if saves_on_signal else contextlib.nullcontext(Signals())
@@ -116,11 +125,15 @@ def train_in(
         message = why(run, error)
         if message is None:
             raise
-        print(f"bwsft train: {message}", file=sys.stderr)
+        say(f"bwsft train: {message}", file=sys.stderr)
         return 1
-    print(f"loss curve: {world.on_main(plot_run, folder)}")
-    for line in world.on_main(outcome, folder, run.config, done) or ():
-        print(line)
+    beside = run.files.beside
+    if curve := world.on_main(beside, "the loss curve could not be drawn", plot_run, folder):
+        say(f"loss curve: {curve}")
+    for line in world.on_main(beside, "the outcome", outcome, folder, run.config, done) or ():
+        say(line)
+    for fault in run.files.faults:
+        say(f"failed beside the run: {fault}", file=sys.stderr)
     return 0
 
 
@@ -230,7 +243,7 @@ def banner(run: Run) -> None:
             f"batch {config.batch_size} shared by {ranks} processes ({config.parallel}"
             f"{f', {idle} of them idle: raise --batch-size' if idle else ''}), {micro} at a time"
         )
-    print(
+    say(
         f"{config.objective.name} SFT, {config.context} context, {what}: {trained:,} of {total:,} "
         f"parameters train; {run.device}, {kernels} kernels\n"
         f"canvas {config.gen_length} = {config.gen_length // config.block_size} blocks x "
@@ -240,4 +253,4 @@ def banner(run: Run) -> None:
     )
     if config.block_size_schedule:
         first, last = block_size_at(config, 0), math.ceil(config.block_size_schedule * config.steps)
-        print(f"blocks shrink from {first} to {config.block_size} tokens in the first {last} steps")
+        say(f"blocks shrink from {first} to {config.block_size} tokens in the first {last} steps")

@@ -27,10 +27,10 @@ class Signals:
 
 @contextlib.contextmanager
 def signals(several: bool = False) -> Iterator[Signals]:
-    """Note SIGINT and SIGTERM (the loop saves after the running step and ends) and SIGUSR1 (it
-    saves and goes on).
+    """Note SIGINT, SIGTERM and SIGHUP (the loop saves after the running step and ends) and SIGUSR1
+    (it saves and goes on). SIGHUP stays ignored under nohup.
 
-    A second SIGINT or SIGTERM takes its usual course; with `several` processes not within five
+    A second one of the three takes its usual course; with `several` processes not within five
     seconds of the first, since a launcher hands on the signal that the terminal sent to all.
     """
     asked, previous, first = Signals(), {}, []
@@ -45,7 +45,9 @@ def signals(several: bool = False) -> Iterator[Signals]:
         first.append(time.monotonic())
         asked.stop = True
         # Not print: a handler may interrupt one, and output buffers refuse to be re-entered.
-        os.write(2, f"\nsignal {number}: saving after this step (again: at once)\n".encode())
+        said = f"\nsignal {number}: saving after this step (again: at once)\n"
+        with contextlib.suppress(OSError):  # the terminal may be what went away
+            os.write(2, said.encode())
         if not several:
             restore()
 
@@ -53,12 +55,15 @@ def signals(several: bool = False) -> Iterator[Signals]:
         asked.save = True
 
     def restore() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, previous[number])
+        for number, handler in handlers.items():
+            if handler is stop:
+                signal.signal(number, previous[number])
 
     handlers = {signal.SIGINT: stop, signal.SIGTERM: stop}
     if hasattr(signal, "SIGUSR1"):  # not on Windows
         handlers[signal.SIGUSR1] = save
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            handlers[signal.SIGHUP] = stop
     for number, handler in handlers.items():
         previous[number] = signal.signal(number, handler)
     try:

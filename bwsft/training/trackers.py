@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bwsft import config as c
 from bwsft.training.metrics import JsonLog
 from bwsft.utils.config_check import flat
+from bwsft.utils.lines import say
 
 if TYPE_CHECKING:
     from bwsft.training.trainer import Run
@@ -47,7 +48,7 @@ class Logs:
                 act(tracker)
             except Exception as error:  # whatever a third party's client raises
                 self._trackers.remove(tracker)
-                print(f"{tracker.name} is left out from here on: {error}", file=sys.stderr)
+                say(f"{tracker.name} is left out from here on: {error}", file=sys.stderr)
 
     def sync(self) -> None:
         for file in self.files.values():

@@ -1,23 +1,27 @@
-"""Writes files and folders so that a reader never sees half of one, nor a second writer."""
+"""Writes files and folders so that a reader never sees half of one, and clears away what killed
+writers left. (Who may write where: claims.py.)"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import uuid
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 try:
     import fcntl
 except ImportError:  # no locks outside POSIX
     fcntl = None
 
-LOCK = ".lock"
+# A name that nobody else gives: what bears it and is not locked was left by a killed writer.
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.bwsft\.tmp")
+
+# No symlink is followed, no pipe waited for.
+NOT_THROUGH = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def fsync_path(path: Path) -> None:
@@ -32,15 +36,11 @@ def fsync_path(path: Path) -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file through a temporary neighbour, fsync and rename."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     data = content.encode() if isinstance(content, str) else content
-    try:
-        with naming(path):
-            temporary.write_bytes(data)
-            fsync_path(temporary)
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with naming(path), _temporary(path, lambda new: new.touch(exist_ok=False)) as temporary:
+        temporary.write_bytes(data)
+        fsync_path(temporary)
+        os.replace(temporary, path)
     fsync_path(path.parent)
 
 
@@ -56,82 +56,100 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `path` by one rename when the block succeeds."""
+    """Yield a temporary folder that becomes `path` by one rename when the block succeeds. What
+    killed writers left beside it goes first."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    temporary.mkdir()
-    try:
+    sweep(path.parent)
+    with _temporary(path, Path.mkdir) as temporary:
         yield temporary
         for entry in temporary.rglob("*"):
             fsync_path(entry)
         fsync_path(temporary)
         os.replace(temporary, path)
         fsync_path(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:
     """Delete a folder. It loses its name first: killed half-way, this leaves a temporary folder and
     not half of what others take for whole."""
-    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    hidden = _hidden(path)
     os.replace(path, hidden)
     shutil.rmtree(hidden)
 
 
-def lock_folder(folder: Path) -> IO[bytes]:
-    """Take a run folder for this process; ValueError if another one has it.
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.bwsft.tmp")
 
-    The lock is on `folder`/.lock (flock) and ends with the returned file: when it is closed, or
-    with the process, SIGKILL included. Where the system or the file system has no locks, it is no
-    more than a file.
-    """
-    path = Path(folder) / LOCK
-    handle = open(path, "a+b", buffering=0)
+
+@contextlib.contextmanager
+def _temporary(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """A new file or folder beside `path`, locked against another process' sweep, and gone after
+    the block unless it was renamed."""
+    handle = None
+    while handle is None:
+        temporary = _hidden(path)
+        make(temporary)
+        with contextlib.suppress(FileNotFoundError):  # swept before it was locked: another one
+            handle = os.open(temporary, os.O_RDONLY)
+            if flock(handle, shared=True) is False or not is_at(handle, temporary):
+                os.close(handle)
+                handle = None
     try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.seek(0)
-        owner = handle.read(40).decode(errors="replace").strip() or "another process"
-        handle.close()
-        raise ValueError(
-            f"{folder} is being written by {owner}: wait until it has ended, or stop it"
-        ) from None
-    except OSError as error:  # some network file systems have none
-        warnings.warn(f"can't lock {path} ({error.strerror}): start no second run", stacklevel=2)
-    with contextlib.suppress(OSError):  # a full disk: the name is a courtesy
-        handle.truncate(0)
-        handle.write(f"process {os.getpid()}\n".encode())
-    return handle
+        yield temporary
+    finally:
+        _remove(temporary)
+        os.close(handle)
 
 
-def locked(folder: Path) -> bool | None:
-    """Whether a process has taken a run folder; None where the system has no locks to ask."""
-    path = Path(folder) / LOCK
-    if not path.exists():
-        return False
+def _remove(path: Path) -> None:
+    """Delete a file or folder as far as that is possible."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def flock(handle: int, shared: bool = False) -> bool | None:
+    """Lock an open file or folder until it is closed; False if another has it, None where the
+    system or the file system has no such locks."""
     if fcntl is None:
         return None
-    with open(path, "rb") as handle:  # a shared lock, and only for a moment
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # some network file systems
+        return None
+    return True
+
+
+def is_at(handle: int, path: Path) -> bool:
+    """Whether an open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def sweep(folder: Path, alone: bool = False) -> None:
+    """Remove the temporary files and folders that killed writers left in `folder`: those with a
+    name of ours that no process has locked. alone: the caller is the folder's only writer, so that
+    they go even where nothing can be locked."""
+    for leftover in Path(folder).glob(".*.bwsft.tmp"):
+        if not TEMPORARY.fullmatch(leftover.name):
+            continue
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
-    return False
-
-
-def sweep(folder: Path) -> None:
-    """Remove the temporary files and folders that killed writers left in `folder`, whose only
-    writer must be the caller."""
-    for leftover in Path(folder).glob(".*.tmp"):
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
+            handle = os.open(leftover, os.O_RDONLY | NOT_THROUGH)
+        except OSError:  # a symlink, which we never make; or gone
+            continue
+        try:
+            free = flock(handle)
+            if free or (free is None and alone):
+                _remove(leftover)
+        finally:
+            os.close(handle)
 
 
 def sha256(path: Path) -> str:

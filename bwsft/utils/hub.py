@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection
 from pathlib import Path
 
 TIMEOUT = 10  # seconds
+ID = re.compile(r"[\w.-]+/[\w.-]+")
+RUNS = "runs"  # the folder of runs: never a name on the Hub
+
+
+def is_id(name: str | None) -> bool:
+    """Whether a name can be one of the Hub's: ORG/NAME, and nothing here is called so."""
+    named = bool(name) and ID.fullmatch(name) is not None
+    return named and not name.startswith(f"{RUNS}/") and not Path(name).exists()
 
 
 @functools.cache
@@ -36,6 +45,8 @@ def snapshot(name: str, patterns: Collection[str]) -> Path:
     not here yet. FileNotFoundError, in one sentence, where they can't be had."""
     from huggingface_hub import errors, snapshot_download
 
+    if Path(name).parts[:1] == (RUNS,):
+        raise FileNotFoundError(f"there is no {name}: name a run that is here, or a model")
     why = no_network()
     options = {"allow_patterns": list(patterns), "local_files_only": why is not None}
     try:

@@ -6,8 +6,9 @@ prompt or a JSON string.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from typing import AnyStr
+from typing import IO, AnyStr
 
 BOM = "\ufeff"
 
@@ -39,9 +40,21 @@ def finished(content: AnyStr) -> list[AnyStr]:
 
 def one_line(text: str) -> str:
     """Somebody's text as a terminal may print it: one line, nothing that moves the cursor."""
-    return printable(text, "", " ")
+    return re.sub(r"[\n\t]", " ", printable(text, " "))
 
 
-def printable(text: str, keep: str = "\n", by: str = "\ufffd") -> str:
-    """Somebody's text with `by` for each character that is not printable and not one to `keep`."""
-    return "".join(c if c.isprintable() or c in keep else by for c in text)
+def printable(text: str, by: str = "\ufffd") -> str:
+    """Somebody's text with `by` for each character that a terminal would obey. Line feeds and tabs
+    stay."""
+    return _OBEYED.sub(by, text)
+
+
+def say(text: object = "", file: IO[str] | None = None, end: str = "\n") -> None:
+    """`print`, at once, of a text that may hold somebody's."""
+    print(printable(str(text)), file=file, end=end, flush=True)
+
+
+# Control characters, line and paragraph separators, changes of direction, half surrogate pairs.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)

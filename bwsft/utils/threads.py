@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from bwsft.utils.lines import say
+
 SECONDS = 0.25  # of looking how busy the cores are
 STAT, QUOTA = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
 
@@ -25,7 +27,7 @@ def leave_busy_cores() -> None:
     threads = max(1, min(most, round(idle)))
     if threads < most:
         torch.set_num_threads(threads)
-        print(
+        say(
             f"threads: {threads} of {most}, as {idle:.1f} cores are idle (OMP_NUM_THREADS={most} "
             "takes them all)", file=sys.stderr,
         )  # fmt: skip

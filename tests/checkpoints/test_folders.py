@@ -259,7 +259,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
 def test_prune_keeps_the_newest_and_drops_what_is_beyond(tmp_path, keep_last, left):
     """A torn step-20, from before the run went on at 9, must not count as the newest."""
     folder = tmp_path / "checkpoints"
-    for name in ("step-3", "step-6", "step-9", "step-12", "step-20", ".step-15.abc.tmp"):
+    for name in ("step-3", "step-6", "step-9", "step-12", "step-20", ".step-15.abcdef12.bwsft.tmp"):
         (folder / name).mkdir(parents=True)
     k.prune(folder / "step-12", keep_last)
     assert sorted(os.listdir(folder)) == sorted(f"step-{n}" for n in left)

@@ -20,6 +20,7 @@ from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Commit
+from bwsft.utils.lines import printable
 
 OPTIONS = {"gen_length": 8, "block_size": 4, "template": "chat"}
 
@@ -263,7 +264,7 @@ def test_the_terminal_draws_every_step_and_leaves_the_answer(conversation, ids):
     drawn = stream.getvalue()
     assert drawn.count(chat.MASK) >= 8 + 6 + 4 + 2
     answer = expected(now, ids("1+1="))
-    shown = answer.translate(chat.VISIBLE)
+    shown = printable(answer)
     assert now.turns == [("1+1", answer)]
     assert shown.split("\n")[0][:10] in drawn[drawn.rindex(chat.MASK) :]
 

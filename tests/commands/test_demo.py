@@ -10,7 +10,7 @@ from bwsft.cli import main
 from bwsft.commands.demo import unmasked
 from bwsft.decoding.result import Generation
 from bwsft.training import run_data
-from bwsft.utils.files import lock_folder
+from bwsft.utils.claims import lock_folder
 
 
 def test_an_answer_is_drawn_up_to_its_end():

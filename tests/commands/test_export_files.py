@@ -78,6 +78,27 @@ def test_the_bases_files_are_copied_as_they_are(run, tmp_path):
     assert again == {k: v for k, v in config.items() if k != "auto_map"}
 
 
+def test_no_symlink_leads_out_of_the_model(run, tmp_path):
+    """What it leads to may be a secret; the Hub's cache is laid out so, though."""
+    base, secret = tmp_path / "code", tmp_path / "id_rsa"
+    base.mkdir()
+    secret.write_text("secret")
+    (base / "a.py").write_text("")
+    (base / "b.py").symlink_to("a.py")
+    x.copy_code(base, tmp_path / "out")
+    (base / "c.py").symlink_to(secret)
+    with pytest.raises(ValueError, match="c.py is a symlink out of its folder"):
+        x.copy_code(base, tmp_path / "out2")
+    blob = tmp_path / "models--a--b" / "blobs" / "1"
+    snapshot = blob.parents[1] / "snapshots" / "2"
+    for folder in (blob.parent, snapshot):
+        folder.mkdir(parents=True)
+    blob.write_text("code")
+    (snapshot / "d.py").symlink_to(blob)
+    x.copy_code(snapshot, tmp_path / "out3")
+    assert [f.read_text() for f in (tmp_path / "out3").iterdir()] == ["code"]
+
+
 def test_a_tokenizer_that_the_run_changed_is_written(run, tmp_path):
     base = tmp_path / "base"
     edit(base / "tokenizer_config.json", mask_token=None)
@@ -107,10 +128,10 @@ def test_the_base_is_found_through_runs_that_followed_each_other(run, tmp_path):
     )
     assert x.origin_of(str(second), load_trained(str(second))).model == str(second)
     gone = load_trained(str(third))
-    gone.state.update(config=gone.state["config"] | {"model": "runs/gone"}, local=["model"])
-    assert not x.is_hub_id(x.origin_of(str(third), gone).model)
+    gone.state.update(config=gone.state["config"] | {"model": "some/gone"}, local=["model"])
+    assert not hub.is_id(x.origin_of(str(third), gone).model)
     del gone.state["local"]
-    assert x.is_hub_id(x.origin_of(str(third), gone).model)
+    assert hub.is_id(x.origin_of(str(third), gone).model)
 
 
 def test_code_on_the_hub_is_named_with_its_repository():

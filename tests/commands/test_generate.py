@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from bwsft.commands.generate import run_generate
 from bwsft.commands.options import GenerateOptions
 from bwsft.data.chat_template import Template
 from bwsft.data.tokenizer import load_tokenizer
-from bwsft.decoding import pipeline as decoder
+from bwsft.decoding import pipeline
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import make_decoder
@@ -30,6 +31,7 @@ from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
 from bwsft.models.verifier import load_verifier
 from bwsft.training.optim import make_optimizer
+from bwsft.utils.lines import printable
 
 QUESTIONS = ["1+1", "What is 12 * 12?", "a", "Say\nnothing", "7"]
 
@@ -103,7 +105,8 @@ def test_one_prompt_is_printed(run_folder, capsys):
     shown = capsys.readouterr()
     tokenizer, results = expected(run_folder)
     # Noise-free, so that the prompt's number does not matter.
-    assert shown.out == tokenizer.decode(results[1].tokens, skip_special_tokens=True) + "\n"
+    answer = tokenizer.decode(results[1].tokens, skip_special_tokens=True)
+    assert shown.out == printable(answer) + "\n"
     assert f"[{len(results[1].tokens)} tokens in {results[1].steps} steps" in shown.err
 
 
@@ -135,7 +138,7 @@ def test_results_are_flushed_as_they_come(run_folder, prompts, tmp_path, monkeyp
         assert [row["output"] for row in rows(config.out)] == ["c", "b"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decoder, "decode_stream", two_then_crash)
+    monkeypatch.setattr(pipeline, "decode_stream", two_then_crash)
     with pytest.raises(KeyboardInterrupt):
         run_generate(config)
     monkeypatch.undo()
@@ -170,6 +173,34 @@ def test_nothing_is_overwritten_or_mixed(run_folder, prompts, tmp_path):
         config.out.write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
         run_generate(dataclasses.replace(config, resume=True, trace=tmp_path / "trace.jsonl"))
     assert before.startswith(config.out.read_bytes()) and len(rows(config.out)) == 3
+
+
+@pytest.mark.parametrize("flag", ["out", "trace"])
+def test_a_file_of_somebodys_is_not_gone_on_with(run_folder, prompts, tmp_path, flag):
+    """One line without its end, as a torn one of ours has none; nor through a symlink."""
+    mine, link = tmp_path / "thesis.tex", tmp_path / "link"
+    mine.write_text('{"run": "what I wrote')
+    link.symlink_to(mine)
+    for path, message in ((mine, "line 1 is not the answer to prompt 1"), (link, "is a symlink")):
+        with pytest.raises(ValueError, match=message):
+            run_generate(options(run_folder, prompts, tmp_path, resume=True, **{flag: path}))
+    assert mine.read_text() == '{"run": "what I wrote'
+    assert sorted(os.listdir(tmp_path)) == ["link", "prompts.jsonl", "thesis.tex"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_do_not_write_one_file(run_folder, prompts, tmp_path, monkeypatch, resume):
+    config, load = options(run_folder, prompts, tmp_path), pipeline.Decoder.load
+
+    def second(*arguments):
+        monkeypatch.setattr(pipeline.Decoder, "load", load)
+        with pytest.raises(ValueError, match="out.jsonl is being written by another process"):
+            run_generate(dataclasses.replace(config, resume=resume))
+        return load(*arguments)
+
+    monkeypatch.setattr(pipeline.Decoder, "load", second)
+    run_generate(config)
+    assert [row["question"] for row in rows(config.out)] == QUESTIONS
 
 
 def test_a_trace_tells_every_commitment(run_folder, prompts, tmp_path):
@@ -308,7 +339,7 @@ def test_nan_is_a_sentence_for_the_user(run_folder, monkeypatch):
         raise FloatingPointError("the model's logits are NaN at denoising step 1")
         yield
 
-    monkeypatch.setattr(decoder, "decode_stream", broken)
+    monkeypatch.setattr(pipeline, "decode_stream", broken)
     with pytest.raises(ValueError, match=r"NaN at denoising step 1 \(--dtype float32\)"):
         run_generate(GenerateOptions(model=str(run_folder), prompt="1+1"))
 
@@ -318,10 +349,10 @@ def test_the_context_mode_is_the_one_of_the_training(run_folder, monkeypatch, ca
     found = load_trained(str(run_folder))
     contract = dataclasses.replace(found.contract, context=trained)
     found = dataclasses.replace(found, contract=contract)
-    monkeypatch.setattr(decoder, "load_trained", lambda *args, **options: found)
+    monkeypatch.setattr(pipeline, "load_trained", lambda *args, **options: found)
 
     def load(**options):
-        config = decoder.Decoder.load("any", DecoderOptions(**options)).config
+        config = pipeline.Decoder.load("any", DecoderOptions(**options)).config
         return config.context, capsys.readouterr().err
 
     capsys.readouterr()
@@ -339,7 +370,7 @@ def test_what_is_guessed_of_a_foreign_model_is_named(model_folder, capsys):
 
     def load(**options):
         capsys.readouterr()
-        found = decoder.Decoder.load(folder, DecoderOptions(**options))
+        found = pipeline.Decoder.load(folder, DecoderOptions(**options))
         warned = [line for line in capsys.readouterr().err.splitlines() if "assumed" in line]
         return found, *warned
 
@@ -362,7 +393,7 @@ def test_every_setting_of_the_decoder_has_an_option():
         if field.name in ("banned_ids", "stop_at_end", "poll"):
             continue
         option = fields[field.name]
-        if field.name not in decoder.FROM_TRAINING:
+        if field.name not in pipeline.FROM_TRAINING:
             assert (option.type, option.default) == (field.type, field.default)
 
 
@@ -371,7 +402,7 @@ def test_options_reach_the_decoder(run_folder, capsys):
         rule="threshold", threshold=0.7, order="margin", min_length=3, refresh=2,
         context="cached", temperature=0.5, seed=9, batch_size=2,
     )  # fmt: skip
-    config = decoder.Decoder.load(str(run_folder), DecoderOptions(**chosen)).config
+    config = pipeline.Decoder.load(str(run_folder), DecoderOptions(**chosen)).config
     assert {name: getattr(config, name) for name in chosen} == chosen
     assert (config.gen_length, config.block_size) == (12, 4)
     words = "--rule factor --factor 0.5 --suffix 8 --min-length 4 --cfg-scale 0.5".split()
@@ -447,7 +478,7 @@ def test_a_verifier_is_reached_from_the_command_line(
         assert main([*words, "--prompt", "1+1", *more]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="--verifier belongs to rule apd, and the rule is rcr"):
-        DecodeConfig(**decoder.chosen_settings(DecoderOptions(rule="rcr", verifier="x")))
+        DecodeConfig(**pipeline.chosen_settings(DecoderOptions(rule="rcr", verifier="x")))
 
 
 def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):

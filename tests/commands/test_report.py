@@ -243,6 +243,16 @@ def test_what_cannot_be_reported_is_refused(tmp_path, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_page_replaces_no_file_but_a_page(tmp_path, capsys):
+    run, path = small_run(tmp_path / "run"), tmp_path / "page.html"
+    for _ in range(2):
+        assert main(["report", str(run), "--out", str(path)]) == 0
+    path.write_text("<!doctype html><title>My thesis</title>")
+    assert main(["report", str(run), "--out", str(path)]) == 2
+    assert "page.html exists and is no page of bwsft report" in capsys.readouterr().err
+    assert "My thesis" in path.read_text()
+
+
 # What a user does, and what is then on the page.
 ACTIONS = """<script>
 const root = document.documentElement, $ = (query) => document.querySelector(query);

@@ -15,7 +15,7 @@ from bwsft import config as c
 from bwsft.cli import main
 from bwsft.commands.report import watch
 from bwsft.commands.report.page import side_by_side
-from bwsft.utils.files import lock_folder
+from bwsft.utils.claims import lock_folder
 
 
 def line(step, **changes):

@@ -65,6 +65,16 @@ def test_a_png_is_drawn_from_what_generate_writes(model_folder, tmp_path, capsys
     assert "1+1" in capsys.readouterr().out
 
 
+def test_a_png_overwrites_nothing(file, tmp_path, capsys):
+    mine = tmp_path / "thesis.tex"
+    mine.write_text("years")
+    (tmp_path / "link.png").symlink_to(tmp_path / "thesis.tex")
+    for path, message in ((mine, "exists: name another file"), (tmp_path / "link.png", "symlink")):
+        assert main(["trace", str(file), "--png", str(path)]) == 2
+        assert message in capsys.readouterr().err
+    assert mine.read_text() == "years"
+
+
 @pytest.mark.parametrize("changes", [
     {"commits": []}, {"commits": [[0, 6, 7, 0.5]]}, {"commits": [[0, 1, 3, 0.5]]},
     {"commits": [[0, 1, 7]]}, {"tokens": None}, {"block_size": 0}, {"gen_length": "x"},

@@ -15,7 +15,7 @@ from tiny_folders import edit
 from bwsft import config as c
 from bwsft.checkpoints.folders import _write_manifest
 from bwsft.cli import main
-from bwsft.utils.files import lock_folder
+from bwsft.utils.claims import lock_folder
 
 GOOD_LINE = json.dumps({"query": "1+1", "response": "2"}) + "\n"
 

@@ -326,6 +326,15 @@ def test_damaged_cache_is_rebuilt(tokenizer, source, tmp_path, damage):
     assert token_cache.load(path) is not None
 
 
+def test_what_a_killed_process_half_cached_goes(tokenizer, source, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for name in (".1f.safetensors.1234abcd.bwsft.tmp", ".mine.tmp"):
+        (cache / name).touch()
+    load_set(source, tokenizer, PLAIN, cache)
+    assert [p.name for p in cache.iterdir() if p.suffix == ".tmp"] == [".mine.tmp"]
+
+
 def test_a_run_survives_an_unwritable_cache(tokenizer, source, tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="can't cache tokens in"):

@@ -14,7 +14,7 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints import folders as k
 from bwsft.checkpoints.state import read_state
-from bwsft.commands.generate import ResultFile
+from bwsft.commands.generate import ResultFile, result_file
 from bwsft.data import token_cache
 from bwsft.data.dataset import load_set
 from bwsft.data.tokenizer import load_tokenizer
@@ -77,6 +77,11 @@ def read_manifest(path):
 
 
 # file name -> (a good file, what reads it)
+def open_results(path, *asked):
+    with result_file(path, True) as file:
+        ResultFile(path, file, *asked)
+
+
 READERS = {
     "data.jsonl": (lines(RECORD, RECORD), "load_set"),
     "data.json": (json.dumps([RECORD, RECORD]).encode(), "load_set"),
@@ -87,7 +92,7 @@ READERS = {
                      lambda p: read_outputs(p, "math")),
     "references.json": (json.dumps([ANSWER]).encode(), lambda p: read_references(p, "gsm8k")),
     "results.jsonl": (lines({"run": "0" * 12, "question": "a", "output": "b"}),
-                      lambda p: ResultFile(p, "0" * 12, ["a", "c"])),
+                      lambda p: open_results(p, "0" * 12, ["a", "c"])),
     "metrics.jsonl": (lines(*METRICS), open_log),
     "config.json": (json.dumps(CONFIG).encode(), lambda p: c.from_json(read_text(p))),
     "state.json": (json.dumps(STATE).encode(), lambda p: read_state(p.parent)),

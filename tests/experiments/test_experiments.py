@@ -39,6 +39,23 @@ def test_every_plan_resolves(scale, name):
             assert measure in taken[arm] or results.is_of_training(measure), claim.text
 
 
+def test_a_report_replaces_an_older_one_and_nothing_else(tmp_path):
+    plan, page = plans.PLANS["dynamics"](MINI), tmp_path / "dynamics.md"
+    page.with_suffix(".csv").write_text("mine")
+    for mine in (None, "# My dynamics"):
+        if mine:
+            page.write_text(mine)
+        with (
+            pytest.raises(ValueError, match="name another folder by --report"),
+            report.held(plan, tmp_path),
+        ):
+            pass
+    assert page.read_text() == "# My dynamics"
+    page.write_text(f"{report.title(plan)}mini)")
+    with report.held(plan, tmp_path):
+        pass
+
+
 def test_arms_change_one_thing():
     plan = plans.table(MINI)
     by_name = {arm.name: arm.config for arm in plan.arms}

@@ -18,6 +18,7 @@ from house_rules import (
     objectives_rest_on_the_kernels,
     parameters_are_annotated,
     places_and_sizes,
+    prints_through_say,
     room_order,
     words_of_the_field,
 )
@@ -56,6 +57,7 @@ PLANTED = [  # rule, sources that break it, the violation
     (grid_formula_in_one_file, {"benchmarks/a.py": "prompts[0] % spec.block_size"}, "a.py:1"),
     (no_simple_namespace, {"benchmarks/a.py": "import types\ntypes.SimpleNamespace()"}, "a.py:2"),
     (lines_end_at_line_feeds, {"bwsft/a.py": "import b\nb.read().splitlines()"}, "a.py:2"),
+    (prints_through_say, {"bwsft/a.py": "import b\nprint(b.text)"}, "a.py:2: say"),
     (parameters_are_annotated, {"bwsft/decoding/a.py": "def f(a: int, *,\n b=1): pass"}, "a.py:2"),
     (parameters_are_annotated, {"bwsft/training/a.py": "class A:\n def f(self, *a): 0"}, "a.py:2"),
     (parameters_are_annotated, {f"{KERNELS}__init__.py": "from ._a import f",

@@ -1,17 +1,21 @@
 """What ends a run early: losses that are not finite, memory, signals, a full disk."""
 
+import io
 import os
 import resource
 import signal
+import sys
 
 import pytest
 import torch
 from tiny_runs import before_step, resumed
 
 from bwsft import config as c
-from bwsft.training import run_files
+from bwsft.checkpoints import folders
+from bwsft.training import run_files, setup
 from bwsft.training.metrics import read_log
 from bwsft.training.setup import train
+from bwsft.training.signals import signals
 
 
 def poison_one_micro_batch(run, step):
@@ -72,7 +76,7 @@ def test_out_of_memory_says_what_to_change(tiny, monkeypatch, capsys):
     assert "Tried to allocate 2 GiB. Lower --micro-batch-size" in message and "more" not in message
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number):
     """And at once: the evaluation that is due then is left to the resumed run."""
     previous = signal.getsignal(number)
@@ -89,6 +93,55 @@ def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number)
     assert signal.getsignal(number) is previous
 
 
+def test_nohup_stays_in_force(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "gone"), None])
+def test_a_reader_or_terminal_that_goes_away_ends_nothing(tiny, monkeypatch, error):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise error
+
+        def flush(self):
+            raise error
+
+    config = tiny(steps=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", error and Gone())  # None: closed by the shell
+        patched.setattr(sys, "stderr", error and Gone())
+        assert train(config) == 0
+    assert len(read_log(c.run_folder(config) / "metrics.jsonl")) == 4
+
+
+def test_what_fails_beside_the_run_is_said_at_its_end(tiny, monkeypatch, capsys):
+    """An old checkpoint that can't be deleted, as on NFS, and a curve that can't be drawn."""
+
+    def busy(path):
+        raise OSError(16, "Device or resource busy", str(path / ".nfs01"))
+
+    monkeypatch.setattr(folders, "remove_folder", busy)
+    monkeypatch.setattr(setup, "plot_run", lambda folder: 1 / 0)
+    config = tiny(save_every=3, keep_last=1)
+    assert train(config) == 0
+    said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("failed beside")]
+    old = [f"step-{step} could not be deleted: [Errno 16] Device" for step in (3, 6, 9)]
+    for line, part in zip(said, [*old, "curve could not be drawn: division"], strict=True):
+        assert part in line
+    assert len(list((c.run_folder(config) / "checkpoints").iterdir())) == 4
+
+
+def test_any_name_of_a_run_stands_over_its_curve(tiny, tmp_path, capsys):
+    config = tiny(steps=2, out=str(tmp_path / r"r $x_{$ \frac $"))
+    assert train(config) == 0
+    assert (c.run_folder(config) / "loss.png").exists() and "failed" not in capsys.readouterr().err
+
+
 def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch, usual_interrupt):
     def twice(run, step):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -98,6 +151,25 @@ def test_a_second_signal_takes_its_usual_course(tiny, monkeypatch, usual_interru
     with pytest.raises(KeyboardInterrupt):
         train(tiny())
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_two_fresh_runs_do_not_share_a_folder(tiny, monkeypatch):
+    """The second one comes between the first one's look at the folder and its first file; and a
+    start that fails leaves the name free."""
+    with pytest.raises(ValueError, match="doesn't exist"):
+        train(tiny(data="gone.jsonl"))
+    config, built = tiny(steps=2), setup.setup
+    assert not c.run_folder(config).exists()
+
+    def second(*arguments):
+        monkeypatch.setattr(setup, "setup", built)
+        with pytest.raises(ValueError, match=f"is being written by process {os.getpid()}"):
+            train(tiny(steps=2, seed=4))
+        return built(*arguments)
+
+    monkeypatch.setattr(setup, "setup", second)
+    assert train(config) == 0
+    assert c.stored(c.run_folder(config)).seed == 3
 
 
 def test_a_full_disk_stops_and_the_run_goes_on_later(tiny, monkeypatch):

@@ -1,4 +1,4 @@
-"""A run folder has one writer at a time, and keeps nothing of those that were killed."""
+"""Files are written whole, and nothing stays of writers that were killed."""
 
 import os
 import subprocess
@@ -8,78 +8,53 @@ import pytest
 
 from bwsft.utils import files
 
-HOLD = "import sys, bwsft.utils.files as f; l = f.lock_folder(sys.argv[1]); "
-HOLD += "print('ok', flush=True); "
+WRITE = """
+import sys, bwsft.utils.files as f
+def write(path):
+    print("ok", flush=True)
+    sys.stdin.read()
+if sys.argv[2] == "folder":
+    with f.folder_atomic(sys.argv[1]) as path:
+        (path / "half").touch()
+        write(path)
+else:
+    f.Path.write_bytes = lambda path, data: write(path)
+    f.write_atomic(sys.argv[1], b"x")
+"""
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that holds the lock until it is killed or its input is closed."""
-    code = HOLD + "sys.stdin.read()"
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_a_killed_writer_left_goes_and_a_living_one_is_left_alone(tmp_path, kind):
+    """By the next one that makes a folder there, whatever its name."""
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
+        [sys.executable, "-c", WRITE, str(tmp_path / "big"), kind],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdout.readline() == "ok\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_second_process_is_refused_until_the_first_is_gone(holder, tmp_path):
-    message = f"{tmp_path} is being written by process {holder.pid}: wait until it has ended"
-    for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            files.lock_folder(tmp_path)
-        assert files.locked(tmp_path)  # which takes nothing
-    holder.kill()  # SIGKILL: nothing in it gets to tidy up
-    holder.wait()
-    with files.lock_folder(tmp_path):
-        with pytest.raises(ValueError, match=f"by process {os.getpid()}"):
-            files.lock_folder(tmp_path)  # not even from the same process
-    files.lock_folder(tmp_path).close()
-    assert os.listdir(tmp_path) == [files.LOCK]
-    assert files.locked(tmp_path) is False and files.locked(tmp_path / "gone") is False
-
-
-def test_the_lock_ends_with_its_process(holder, tmp_path):
-    holder.communicate("")
-    assert holder.returncode == 0
-    files.lock_folder(tmp_path).close()
-
-
-def test_a_child_does_not_inherit_the_lock(tmp_path):
-    with files.lock_folder(tmp_path):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        files.lock_folder(tmp_path).close()
+        assert process.stdout.readline() == "ok\n"
+        (left,) = os.listdir(tmp_path)
+        with files.folder_atomic(tmp_path / "a"):
+            files.sweep(tmp_path, alone=True)  # its own neither
+        assert sorted(os.listdir(tmp_path)) == sorted([left, "a"])
     finally:
-        child.communicate(b"\n")
+        process.kill()
+        process.communicate()
+    with files.folder_atomic(tmp_path / "b"):
+        assert left not in os.listdir(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
-    def none(*arguments):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(files.fcntl, "flock", none)
-    with pytest.warns(UserWarning, match="can't lock .*Function not implemented"):
-        files.lock_folder(tmp_path).close()
-    assert files.locked(tmp_path) is None
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(OSError, match="gone"):
-        files.lock_folder(tmp_path / "gone")
-
-
-def test_sweep_takes_temporary_files_and_folders_only(tmp_path):
-    for name in (".a.json.12.tmp", "b.tmp", ".lock", ".c"):
+def test_sweep_takes_what_has_a_name_of_ours_only(tmp_path):
+    """And no symlink, which would not be ours."""
+    mine = [".a.json.12.tmp", ".x.tmp", "b.tmp", ".lock", ".c", ".a.1234567g.bwsft.tmp"]
+    for name in (*mine, ".a.json.1234abcd.bwsft.tmp"):
         (tmp_path / name).touch()
-    (tmp_path / ".step-3.12.tmp" / "deep").mkdir(parents=True)
-    (tmp_path / ".link.tmp").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ".step-3.1234abcd.bwsft.tmp" / "deep").mkdir(parents=True)
+    (tmp_path / ".link.1234abcd.bwsft.tmp").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
     files.sweep(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".c", ".lock", "b.tmp", "elsewhere"]
+    kept = [*mine, "elsewhere", ".link.1234abcd.bwsft.tmp"]
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
     files.sweep(tmp_path / "gone")
 
 

@@ -52,6 +52,21 @@ def test_commands_say_that_there_is_no_network(no_network, tmp_path, capsys, wor
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("words", [
+    "generate --model runs/gone --prompt hello",
+    "train debug --model runs/gone --data q.jsonl",
+    "export --model runs/gone/checkpoints/step-3 --out out",
+    "train debug --data runs/gone",
+    "evaluate --task gsm8k --model runs/gone --data runs/gone",
+])
+def test_a_run_that_is_not_here_is_no_name_on_the_hub(no_network, capsys, tmp_path, words):
+    (tmp_path / "q.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert "runs/gone" in said and "Hub" not in said and said.count("\n") == 1
+    assert not no_network  # nobody asked
+
+
 def test_what_was_downloaded_before_is_read(no_network, tmp_path):
     snapshot = tmp_path / "cache/models--some--model/snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

@@ -7,6 +7,7 @@ provenance.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -21,10 +22,13 @@ from bwsft.commands.report.recorded import Recorded, column, curves, facts, read
 from bwsft.commands.report.samples import Answered, ask_models
 from bwsft.commands.report.tables import data_counts, joined, provenance, settings
 from bwsft.commands.report.watch import follow, live
+from bwsft.utils.claims import claimed
 from bwsft.utils.files import write_atomic
+from bwsft.utils.lines import say
 
 PAGE = Path(__file__).parent
 SCRIPTS = ("charts.js", "samples.js", "page.js")
+TITLE = b"<title>bwsft report: "  # of every page
 MOST_RUNS = 8  # that colors and dashes tell apart
 
 
@@ -32,10 +36,11 @@ def run_report(options: ReportOptions) -> int:
     """Write the page and return the exit status; ValueError or OSError for bad input."""
     folders, names = options.runs, run_names(options.runs)
     path = options.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
     if options.samples < 0:
         raise ValueError("--samples must be at least 0")
+    if path.exists():  # before anything is decoded
+        with held(path):
+            pass
 
     def read() -> list[Recorded]:
         return [read_run(*pair) for pair in zip(folders, names, strict=True)]
@@ -49,9 +54,9 @@ def run_report(options: ReportOptions) -> int:
         follow(folders, path, write_quick)
     data = collect(read(), options)
     for note in data["notes"]:
-        print(note, file=sys.stderr)
+        say(note, file=sys.stderr)
     write(path, data)
-    print(path)
+    say(path)
     return 0
 
 
@@ -66,9 +71,15 @@ def run_names(folders: tuple[Path, ...]) -> list[str]:
     return short if len(set(short)) == len(short) else [str(path) for path in folders]
 
 
+def held(path: Path) -> contextlib.AbstractContextManager:
+    """The file of the page: a new one, or an older page."""
+    otherwise = "exists and is no page of bwsft report: name another file by --out"
+    return claimed(path, lambda head: TITLE in head, otherwise)
+
+
 def write(path: Path, data: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, page(data))
+    with held(path):
+        write_atomic(path, page(data))
 
 
 def page(data: dict) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bwsft.commands.report.recorded import Recorded, read_run, time_left
-from bwsft.utils.files import LOCK, locked
+from bwsft.utils.claims import LOCK, locked
+from bwsft.utils.lines import say
 
 EVERY = 5.0  # seconds between two looks, and between two loads of the page
 LOGS = ("metrics.jsonl", "eval.jsonl")
@@ -47,7 +48,7 @@ def wait_for(folders: tuple[Path, ...]) -> None:
     """Return when every folder is a run's: `bwsft train` makes it when data and model are read."""
     for folder in folders:
         if not (folder / "config.json").exists():
-            print(f"waiting for {folder} to become a run folder; Ctrl-C ends", file=sys.stderr)
+            say(f"waiting for {folder} to become a run folder; Ctrl-C ends", file=sys.stderr)
         while not (folder / "config.json").exists():
             time.sleep(EVERY)
 
