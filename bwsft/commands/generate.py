@@ -14,6 +14,7 @@ from bwsft.data.records import question
 from bwsft.decoding.pipeline import Decoder
 from bwsft.evaluation.answer_files import read_records, read_text
 from bwsft.utils import lines
+from bwsft.utils.identity import others
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -23,9 +24,11 @@ def run_generate(options: GenerateOptions) -> int:
         refuse_existing(path, options.resume)
     decoder = Decoder.load(options.model, options)
     prompts = decoder.encode(questions)  # before any file is made: it may refuse one
-    run = decoder.digest()
-    out = options.out and ResultFile(options.out, run, questions)
-    trace = options.trace and ResultFile(options.trace, run, questions)
+    made = (decoder.digest(), questions)
+    if options.out or options.trace:
+        made = (*made, decoder.identity())
+    out = options.out and ResultFile(options.out, *made)
+    trace = options.trace and ResultFile(options.trace, *made)
     done = len(out.lines) if out else 0
     if trace:
         trace.keep(done)
@@ -99,12 +102,12 @@ def refuse_existing(path: Path, resume: bool) -> None:
 class ResultFile:
     """A JSONL with a line per prompt, in their order, appended to and flushed line by line.
 
-    Opening one that exists checks that it came from the same prompts and settings (ValueError), and
-    cuts off a last line that a killed writer left without its end.
+    Opening one that exists checks that it came from the same prompts, settings and contents of the
+    model (ValueError), and cuts off a last line that a killed writer left without its end.
     """
 
-    def __init__(self, path: Path, run: str, questions: list[Prompt]):
-        self.path, self.run, self.questions = path, run, questions
+    def __init__(self, path: Path, run: str, questions: list[Prompt], identity: dict[str, str]):
+        self.path, self.run, self.questions, self.identity = path, run, questions, identity
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is not a file: name another one")
@@ -116,6 +119,7 @@ class ResultFile:
                     f"{path}, line {number + 1} is not the answer to prompt {number + 1} under "
                     "these settings: name another file, or delete it first"
                 )
+        self._check_identity()
         self.keep(len(self.lines))
 
     def _fits(self, line: bytes, asked: Prompt) -> bool:
@@ -124,6 +128,19 @@ class ResultFile:
             return (record["run"], record["question"]) == (self.run, asked)
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
+
+    def _check_identity(self) -> None:
+        """ValueError if a line was written with another content of the model under its name."""
+        found = [json.loads(line).get("identity") for line in self.lines]
+        for number, before in enumerate(found, 1):
+            if isinstance(before, dict) and (other := others(before, self.identity)):
+                raise ValueError(
+                    f"{self.path}, line {number} was written with other {' and '.join(other)} under"
+                    " the name of this model: name another file by --out, or delete it first"
+                )
+        if None in found:
+            print(f"{self.path} was begun by an earlier release, without digests of the model: it "
+                  "is taken to be the same", file=sys.stderr)  # fmt: skip
 
     def keep(self, count: int) -> None:
         """Drop all but the first `count` lines; ValueError if there are fewer."""
@@ -137,6 +154,7 @@ class ResultFile:
             file.truncate(sum(map(len, self.lines)))
 
     def append(self, index: int, record: dict) -> None:
-        line = {"run": self.run, "question": self.questions[index], **record}
+        line = {"run": self.run, "identity": self.identity}
+        line |= {"question": self.questions[index], **record}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -27,6 +27,7 @@ from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.math_equality import same_spelling
 from bwsft.evaluation.numerals import format_number, single_number
 from bwsft.utils import lines, strict_json
+from bwsft.utils.identity import others
 
 QUESTION_FIELDS = ("question", "query", "problem", "prompt")
 OUTPUT_FIELDS = ("output", "outputs", "generation", "generations", "completion", "response")
@@ -34,7 +35,7 @@ USUAL_SPLIT = "test"  # of a data set whose questions are answered
 TRUTH_FIELDS = ("ground_truth", "reference", "answer", "target")
 ANSWER_FIELDS = ("answer", "response", "ground_truth", "reference", "solution")
 JSON = (".jsonl", ".ndjson", ".json")
-_NOTES = ("truncated", "tokens", "passes", "sample")
+_NOTES = ("truncated", "tokens", "passes", "sample", "identity")
 _QUOTES = str.maketrans("‘’‛′“”„", "''''\"\"\"")
 
 
@@ -274,14 +275,20 @@ def join(outputs: list[Output], references: dict | None) -> tuple[list[Output], 
     return joined, conflicts
 
 
-def refuse_foreign(path: Path, run: str) -> None:
-    """ValueError if `path` exists and is not a result of the settings whose digest is `run`."""
+def refuse_foreign(path: Path, run: str, identity: dict[str, str]) -> None:
+    """ValueError, saying what is another one, if `path` exists and is not a result of the settings
+    and contents whose digests are `run` and `identity`."""
     if not path.exists():
         return
-    found = None
+    head = ""
     if path.is_file():
         with open(path, encoding="utf-8", errors="replace") as file:
-            found = re.match(r'\{\s*"run": "([0-9a-f]{12})"', file.read(100))
-    if found is None or found[1] != run:
-        raise ValueError(f"{path} exists and was not written with these settings: "
-                         "name another file, or delete it first")
+            head = file.read(600)
+    ours = re.match(r'\{\s*"run": "([0-9a-f]{12})"', head)
+    if ours and ours[1] == run:
+        return
+    found = dict(re.findall(r'"(\w+)": "([0-9a-f]{12})"', head)) if ours else {}
+    other = others(found, identity) if found.keys() & identity.keys() else []
+    what = f"other {' and '.join(other)}" if other else "other settings"
+    raise ValueError(f"{path} exists and was not written with these settings and contents ({what}):"
+                     " name another file, or delete it first")

@@ -6,9 +6,9 @@ and under the paper's strict rule -> JSON, and a JSONL with every output.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_files import Output, question_key
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling, same_value
 from bwsft.utils.files import write_atomic
+from bwsft.utils.identity import short
 
 if TYPE_CHECKING:  # scoring a file takes no torch
     from bwsft.decoding.result import Decode
@@ -53,43 +54,53 @@ class EvaluateOptions:
     """Headline figure by the paper's rule (last number / whole output, equal as strings)."""
 
 
-def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
+def evaluate(
+    options: EvaluateOptions, decode: Decode | None = None,
+    identity: Callable[[], dict[str, str]] | None = None,
+) -> dict:  # fmt: skip
     """Score outputs and write the files; returns the result (keys: `summarize`).
 
-    `decode` gets the questions in order and is needed with `model`. Mistakes of the user raise
-    ValueError, FileNotFoundError or, for MATH without math-verify, ImportError.
+    `decode` gets the questions in order and is needed with `model`; `identity` gives the digests of
+    its weights and tokenizer. A result is named by them, by the records and by the settings.
+    Mistakes of the user raise ValueError, FileNotFoundError or, for MATH without math-verify,
+    ImportError.
     """
     _check(options, decode)
     settings = {k: v for k, v in asdict(options).items() if k not in ("json", "save")}
     settings = json.loads(json.dumps(settings, default=str))
-    run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    stem = (options.outputs or options.model).stem
-    save = options.save or Path("runs/evaluate") / f"{options.task}-{stem}-{run[:8]}.jsonl"
-    for path in filter(None, (options.json, save)):
-        files.refuse_foreign(path, run)
-
-    references = None
+    references, contents = None, {}
     if options.data:
         asked = (options.data, options.task, options.subset, options.split, options.columns)
         references = files.read_references(*asked)
+        contents["data"] = short(references)
     header, unused = {}, []
+    if options.outputs:
+        outputs, header, unused = files.read_outputs(options.outputs, options.task)
+        contents["outputs"] = short([asdict(output) for output in outputs])
+        outputs = outputs[: options.limit]
+    elif identity is not None:
+        contents |= identity()
+    run = short([settings, contents])
+    stem = (options.outputs or options.model).stem
+    save = options.save or Path("runs/evaluate") / f"{options.task}-{stem}-{run[:8]}.jsonl"
+    for path in filter(None, (options.json, save)):
+        files.refuse_foreign(path, run, contents)
+
     with MathVerifier() if options.task == "math" else nullcontext() as verifier:
-        if options.outputs:
-            outputs, header, unused = files.read_outputs(options.outputs, options.task)
-            outputs = outputs[: options.limit]
-        else:
+        if options.model:
             outputs = _decoded(references, options.limit, decode)
         joined, conflicts = files.join(outputs, references)
         if not any(output.reference for output in joined):
             raise ValueError(_nothing_joined(options, joined, unused))
         records = score(joined, options.task, verifier)
 
-    result = {"run": run, **summarize(records, options.task, options.strict)}
+    made = {"run": run, "identity": contents}
+    result = {**made, **summarize(records, options.task, options.strict)}
     answered = {question_key(record["question"]) for record in records}
     result["not_attempted"] = None if references is None else len(references.keys() - answered)
     result["conflicting_references"] = conflicts
     result |= {"unused_fields": unused, "source": header, "settings": settings, "saved": str(save)}
-    lines = "".join(json.dumps({"run": run, **record}) + "\n" for record in records)
+    lines = "".join(json.dumps({**made, **record}) + "\n" for record in records)
     for path, text in ((save, lines), (options.json, json.dumps(result, indent=2) + "\n")):
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)

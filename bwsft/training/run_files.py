@@ -23,6 +23,7 @@ from bwsft.training.distributed import World
 from bwsft.training.trackers import Logs
 from bwsft.utils.devices import device_name
 from bwsft.utils.files import folder_atomic, write_atomic
+from bwsft.utils.identity import Content
 
 if TYPE_CHECKING:
     from bwsft.training.trainer import Run
@@ -106,6 +107,8 @@ class RunFiles:
     tokenizer: Any
     base: str | None
     """Model that an adapter belongs to; None for full fine-tuning."""
+    identity: dict[str, Content]
+    """The contents of the tokenizer, and of an adapter's base."""
 
     def save(self, run: Run, done: int, logs: Logs) -> None:
         """Checkpoint after `done` steps. Every rank must call it; rank 0 writes."""
@@ -120,6 +123,7 @@ class RunFiles:
             "config": json.loads(c.to_json(run.config)),
             "data": run.data.examples.fingerprint,
             "base": self.base,
+            "identity": self.identity,
             "examples": {
                 "train": len(run.data.train_index), "held_out": len(run.data.holdout_index)
             },

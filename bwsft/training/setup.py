@@ -9,16 +9,18 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bwsft import config as c
+from bwsft.checkpoints.contents import check_base, check_tokenizer, pinned, weights_content
 from bwsft.checkpoints.folders import save_model, step_of
 from bwsft.checkpoints.optimizer_state import load_optimizer
 from bwsft.checkpoints.resolve import ModelPlan, own_memory, plan_model, plan_tokenizer
 from bwsft.checkpoints.state import read_state
 from bwsft.data.chat_template import Template
-from bwsft.data.tokenizer import load_tokenizer, merged_end_ids
+from bwsft.data.tokenizer import load_tokenizer, merged_end_ids, tokenizer_content
 from bwsft.models.backbone import Backbone, trainable
 from bwsft.models.loading import load_backbone
 from bwsft.models.lora import add_lora, load_adapter_weights
@@ -140,22 +142,24 @@ def setup(
 ) -> Run:
     """Check everything and build it; only then write config.json, and print what will run."""
     world = world or World()
-    tokenizer = load_tokenizer(plan_tokenizer(config))
+    state = None if checkpoint is None else read_state(checkpoint)
+    named = config if state is None else pinned(config, state)
+    tokenizer = load_tokenizer(plan_tokenizer(named))
     template = Template(tokenizer, config.dataset.template, config.dataset.template_args)
-    plan = plan_model(config, tokenizer, folder)
+    plan = plan_model(named, tokenizer, folder)
     end_ids = merged_end_ids(template.end_ids, plan.family.end_ids)
     clean = config.clean_attention
     family = dataclasses.replace(plan.family, end_ids=end_ids, clean_attention=clean)
     check_trainable(family, config)
     with world.main_first():
+        check_origin(config, plan, tokenizer, state, checkpoint)
         config = follow_data(config, tokenizer, family)
         data = plan_data(config, tokenizer, family)
     config = length.in_steps(config, data.epoch)
     first = 0 if checkpoint is None else step_of(checkpoint)
     if config.resume is not None:
         length.announce(config, c.stored(folder), first)
-    fingerprint = data.examples.fingerprint
-    if checkpoint is not None and read_state(checkpoint)["data"] != fingerprint:
+    if state is not None and state["data"] != data.examples.fingerprint:
         raise ValueError(
             f"--resume: {config.data or 'the generated data'} is not what {folder} was trained "
             "on; give the same records, tokenizer and limits"
@@ -163,6 +167,9 @@ def setup(
     device = world.device or pick_device(config.device)
     with world.main_first():
         backbone = build_backbone(config, plan, folder, checkpoint, device)
+        identity = {"tokenizer": tokenizer_content(tokenizer)}
+        if config.lora.rank:
+            identity["base"] = weights_content(plan.place)
     backbone.family = family
     world.wrap(backbone)
     objective = OBJECTIVES[config.objective.name].of(config, family, data.responses())
@@ -175,12 +182,31 @@ def setup(
         mode=make_mode(config, family, backbone, objective, device),
         held_out=held_out(config, family),
         guard=SpikeGuard(config.watch, history, family.vocab_size, config.batch_size),
-        files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None), world=world,
+        files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None, identity),
+        world=world,
     )  # fmt: skip
     if checkpoint is not None:
         load_optimizer(checkpoint, backbone, run.optimizer)
     banner(run)
     return run
+
+
+def check_origin(
+    config: c.Config, plan: ModelPlan, tokenizer: Any, state: dict | None, checkpoint: Path | None
+) -> None:
+    """ValueError, naming the file, if the tokenizer or an adapter's base is no longer what it was
+    when the checkpoint was written; a note where that release did not say."""
+    if state is None:
+        return
+    if "identity" not in state:
+        print(
+            f"{checkpoint} was written by an earlier release, without digests of tokenizer and "
+            "base: they are taken to be the same"
+        )
+    folder = tokenizer.name_or_path
+    check_tokenizer(state, tokenizer_content(tokenizer), folder, checkpoint)
+    if config.lora.rank and not (plan.is_random and not Path(plan.base).is_dir()):
+        check_base(state, plan.place, checkpoint)
 
 
 def build_backbone(
