@@ -15,7 +15,7 @@ import torch
 
 from bwsft import config as c
 from bwsft.checkpoints.contents import check_base, check_tokenizer, pinned, weights_content
-from bwsft.checkpoints.folders import save_model, step_of
+from bwsft.checkpoints.folders import save_model, step_of, versions
 from bwsft.checkpoints.optimizer_state import load_optimizer
 from bwsft.checkpoints.resolve import ModelPlan, own_memory, plan_model, plan_tokenizer
 from bwsft.checkpoints.state import read_state
@@ -40,13 +40,15 @@ from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
 from bwsft.training.metrics import column, plot_run, read_log
 from bwsft.training.optim import make_optimizer
 from bwsft.training.outcome import outcome
-from bwsft.training.run_data import follow_data, held_out, plan_data
+from bwsft.training.run_data import TrainingData, follow_data, held_out, plan_data
 from bwsft.training.run_files import RunFiles, open_shared
 from bwsft.training.signals import Signals, signals
 from bwsft.training.trackers import Logs, check_installed
 from bwsft.training.trainer import Run, loop
+from bwsft.utils import config_check
 from bwsft.utils.devices import pick_device
 from bwsft.utils.files import folder_atomic, lock_folder, write_atomic
+from bwsft.utils.identity import Content, short
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "blockwise": Blockwise,
@@ -74,6 +76,16 @@ def train(config: c.Config, saves_on_signal: bool = True) -> int:
             return train_in(world, config, stack, saves_on_signal)
     except PeerFailed:
         return 1
+    except RuntimeError as error:
+        if not lost(error):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        print(
+            "bwsft train: another process of the run has ended or can't be reached; what it has "
+            f"said tells why ({reason:.200})",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def check_start(config: c.Config) -> None:
@@ -97,6 +109,7 @@ def train_in(
     world: World, config: c.Config, stack: contextlib.ExitStack, saves_on_signal: bool
 ) -> int:
     """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
+    world.agree(settings(config))
     folder, held = c.run_folder(config), []
 
     def lock() -> None:
@@ -124,6 +137,27 @@ def train_in(
     for line in world.on_main(outcome, folder, run.config, done) or ():
         print(line)
     return 0
+
+
+def settings(config: c.Config) -> dict[str, Any]:
+    """What all processes must have been started with. Places may have other names on another
+    machine: what is there is compared once it is read."""
+    places = ("model", "tokenizer", "data", "dataset.cache_dir")
+    flat = config_check.flat(dataclasses.asdict(config))
+    found = {f"--{name.replace('_', '-')}": v for name, v in flat.items() if name not in places}
+    return found | versions()
+
+
+def contents(
+    data: TrainingData, identity: dict[str, Content], plan: ModelPlan, checkpoint: Path | None
+) -> dict[str, Any]:
+    """What all processes must have read, as digests."""
+    found = {"tokenizer": short(identity["tokenizer"]), "data": data.examples.fingerprint}
+    if "base" in identity:
+        found["base"] = short(identity["base"])
+    elif checkpoint is not None or not plan.is_random:
+        found["weights"] = short(weights_content(checkpoint or plan.place))
+    return found
 
 
 def why(run: Run, error: Exception) -> str | None:
@@ -170,6 +204,8 @@ def setup(
         identity = {"tokenizer": tokenizer_content(tokenizer)}
         if config.lora.rank:
             identity["base"] = weights_content(plan.place)
+    if world.size > 1:
+        world.agree(contents(data, identity, plan, checkpoint))
     backbone.family = family
     world.wrap(backbone)
     objective = OBJECTIVES[config.objective.name].of(config, family, data.responses())
