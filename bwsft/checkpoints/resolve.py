@@ -13,10 +13,16 @@ from typing import Any
 import torch
 
 from bwsft import config as c
+from bwsft.checkpoints.contents import check_base, noted, weights_content
 from bwsft.checkpoints.folders import MANIFEST, newest_complete, problems
 from bwsft.checkpoints.generation_config import DecodingContract, contract_of_state, read_contract
 from bwsft.checkpoints.state import STATE, read_state
-from bwsft.data.tokenizer import add_mask_token, load_tokenizer, mask_id_for
+from bwsft.data.tokenizer import (
+    add_mask_token,
+    load_tokenizer,
+    mask_id_for,
+    tokenizer_content,
+)
 from bwsft.models.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from bwsft.models.backbone import Backbone, Family, check_context
 from bwsft.models.families import Facts, family_of
@@ -24,7 +30,9 @@ from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, model_folder, new_backbone, read_family
 from bwsft.models.lora import load_adapter
 from bwsft.models.quantization import quantize, require_bitsandbytes
+from bwsft.utils import hub
 from bwsft.utils.devices import pick_device
+from bwsft.utils.identity import short
 
 # The tiny LLaDA that ships with the package: base of the demo and of runs without --model.
 TINY = Path(__file__).parents[1] / "tiny"
@@ -45,6 +53,11 @@ class ModelPlan:
     build: Callable[[torch.device], Backbone]
     is_random: bool = False
     """Nobody else has this base: a run that trains an adapter on it must keep it."""
+
+    @property
+    def place(self) -> str:
+        """Where the base is: a folder, which a random one gets when it is built, or a Hub id."""
+        return str(TINY) if self.base == EMBEDDED else self.base
 
 
 def locate(model: str) -> tuple[str, dict | None]:
@@ -198,13 +211,13 @@ def load_trained(
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     adapter = (Path(source) / "adapter_config.json").exists()
     base = adapter_base(source, state) if adapter else source
-    beside = any((Path(source) / name).exists() for name in ("tokenizer.json", "vocab.json"))
-    # peft saves an adapter without a tokenizer: it has that of its base.
-    words = load_tokenizer(tokenizer or (base if adapter and not beside else source))
+    words = load_tokenizer(tokenizer_place(source, state, tokenizer))
     contract, facts = known_contract(source, state), Facts.of_tokenizer(words)
     if contract is not None:  # an adapter's base may not know its [MASK]
         facts = Facts(contract.mask_id, contract.logit_shift, facts.eos_id)
     try:
+        if adapter:
+            check_base(state, base, source)
         backbone = load_backbone(base, dtype=dtype, device=place, facts=facts)
     except FileNotFoundError as error:
         if not adapter:
@@ -221,6 +234,15 @@ def load_trained(
     said = {name: getattr(contract, name) for name in ("end_ids", "clean_attention")}
     backbone.family = dataclasses.replace(backbone.family, **said)
     return Trained(backbone.eval(), words, state, source, contract, assumed)
+
+
+def tokenizer_place(source: str, state: dict | None, chosen: str | None = None) -> str:
+    """The folder or Hub id of a located model's tokenizer, unless another is chosen."""
+    folder = Path(source)
+    beside = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
+    if chosen or beside or not (folder / ADAPTER_CONFIG).exists():
+        return chosen or source
+    return adapter_base(source, state)  # peft saves an adapter without a tokenizer
 
 
 def known_contract(source: str, state: dict | None) -> DecodingContract | None:
@@ -255,4 +277,16 @@ def adapter_base(source: str, state: dict | None) -> str:
         return str(TINY)
     checkpoints = Path(source).parent
     beside = checkpoints.parent / OWN_BASE  # found there though the run folder was moved
-    return str(beside) if checkpoints.name == "checkpoints" and beside.is_dir() else state["base"]
+    if checkpoints.name == "checkpoints" and beside.is_dir():
+        return str(beside)
+    base, commit = state["base"], (noted(state, "base") or {}).get("commit")
+    return base if Path(base).exists() else hub.at_commit(base, commit)
+
+
+def identity_of(source: str, state: dict | None, tokenizer: Any) -> dict[str, str]:
+    """Short digests of what `locate` has found and of its tokenizer: they change with any weight,
+    with those of an adapter's base too, and with the chat template."""
+    weights = weights_content(source)["files"]
+    if ADAPTER_CONFIG in weights:
+        weights = [weights, weights_content(adapter_base(source, state))["files"]]
+    return {"weights": short(weights), "tokenizer": short(tokenizer_content(tokenizer))}

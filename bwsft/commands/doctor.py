@@ -16,9 +16,9 @@ from torch import Tensor
 
 from bwsft.checkpoints.folders import versions
 from bwsft.commands.options import DoctorOptions
-from bwsft.data.dataset import cache_folder
 from bwsft.models.attention import varlen_kernel
 from bwsft.utils.devices import pick_device
+from bwsft.utils.files import cache_folder
 from bwsft.utils.lines import say
 from bwsft.utils.threads import idle_cores
 
@@ -71,7 +71,7 @@ def caches() -> dict[str, Path]:
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache"
     return {
         "models and data sets": Path(constants.HF_HUB_CACHE),
-        "tokenized data": cache_folder(None), "compiled kernels": Path(triton),
+        "tokenized data": cache_folder(), "compiled kernels": Path(triton),
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from bwsft.commands.options import EvaluateCommand
-from bwsft.decoding.pipeline import make_decoder
+from bwsft.decoding.pipeline import AskedModel
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 from bwsft.utils.lines import say
 
@@ -22,8 +22,8 @@ def run_evaluate(command: EvaluateCommand) -> int:
             names = [field.name for field in dataclasses.fields(EvaluateOptions)]
             result = evaluate(EvaluateOptions(**{name: getattr(command, name) for name in names}))
         else:  # it is loaded when evaluate has checked files and questions
-            model = str(command.model)
-            result = evaluate(command, lambda asked: make_decoder(model, command)(asked))
+            asked = AskedModel(str(command.model), command)
+            result = evaluate(command, asked.decode, asked.identity)
     except (ImportError, RuntimeError) as error:
         if "math-verify" not in str(error):
             raise

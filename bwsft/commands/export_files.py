@@ -46,6 +46,8 @@ def origin_of(model: str, trained: Trained) -> Origin:
         given = state["config"] if state else {"tokenizer": folder}
         tokenizer = tokenizer or given.get("tokenizer")
         name = adapter_base(folder, state) if adapted else given["model"]
+        if name is not None and hub.is_id(hub.split_name(name)[0]):
+            name = hub.split_name(name)[0]
         if name in (None, str(TINY)):
             own = "a random LLaDA" if name is None and given["tokenizer"] else TINY_NAME
             return Origin(None, tokenizer or str(TINY), own)

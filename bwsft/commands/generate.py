@@ -19,6 +19,7 @@ from bwsft.evaluation.answer_files import read_records, read_text
 from bwsft.utils import lines
 from bwsft.utils.claims import claimed
 from bwsft.utils.files import naming
+from bwsft.utils.identity import others
 from bwsft.utils.lines import say
 
 
@@ -31,9 +32,11 @@ def run_generate(options: GenerateOptions) -> int:
     ):
         decoder = Decoder.load(options.model, options)
         prompts = decoder.encode(questions)
-        run = decoder.digest()
-        out = out_file and ResultFile(options.out, out_file, run, questions)
-        trace = trace_file and ResultFile(options.trace, trace_file, run, questions)
+        made = (decoder.digest(), questions)
+        if options.out or options.trace:
+            made = (*made, decoder.identity())
+        out = out_file and ResultFile(options.out, out_file, *made)
+        trace = trace_file and ResultFile(options.trace, trace_file, *made)
         answer_all(decoder, prompts, out, trace, options.prompt is not None)
     if out:
         say(f"{len(questions)} answers: {options.out}", file=sys.stderr)
@@ -119,13 +122,17 @@ def result_file(path: Path | None, resume: bool) -> Iterator[IO[bytes] | None]:
 class ResultFile:
     """A JSONL with a line per prompt, in their order, appended to and flushed line by line.
 
-    Opening one checks that it came from the same prompts and settings (ValueError), and cuts off a
-    last line that a killed writer left without its end.
+    Opening one checks that it came from the same prompts, settings and contents of the model
+    (ValueError), and cuts off a last line that a killed writer left without its end.
     """
 
-    def __init__(self, path: Path, file: IO[bytes], run: str, questions: list[Prompt]):
+    def __init__(
+        self, path: Path, file: IO[bytes], run: str, questions: list[Prompt],
+        identity: dict[str, str],
+    ):  # fmt: skip
         """file: what `claimed` yields."""
         self.path, self.file, self.run, self.questions = path, file, run, questions
+        self.identity = identity
         file.seek(0)
         content = file.read()
         self.lines = lines.finished(content)
@@ -135,6 +142,7 @@ class ResultFile:
         torn = content[sum(map(len, self.lines)) :]
         if torn and not self._begins(torn, len(self.lines)):
             raise self._foreign(len(self.lines))
+        self._check_identity()
         self.keep(len(self.lines))
 
     def _foreign(self, number: int) -> ValueError:
@@ -154,11 +162,25 @@ class ResultFile:
         """Whether half a line can be what `append` was writing as line `number`."""
         if number >= len(self.questions):
             return False
-        start = json.dumps(self._asked(number)).encode()[:-1]
-        return torn.startswith(start) or start.startswith(torn)
+        plain = {"run": self.run, "question": self.questions[number]}  # of an earlier release
+        starts = [json.dumps(asked).encode()[:-1] for asked in (self._asked(number), plain)]
+        return any(torn.startswith(start) or start.startswith(torn) for start in starts)
 
     def _asked(self, number: int) -> dict:
-        return {"run": self.run, "question": self.questions[number]}
+        return {"run": self.run, "identity": self.identity, "question": self.questions[number]}
+
+    def _check_identity(self) -> None:
+        """ValueError if a line was written with another content of the model under its name."""
+        found = [json.loads(line).get("identity") for line in self.lines]
+        for number, before in enumerate(found, 1):
+            if isinstance(before, dict) and (other := others(before, self.identity)):
+                raise ValueError(
+                    f"{self.path}, line {number} was written with other {' and '.join(other)} under"
+                    " the name of this model: name another file by --out, or delete it first"
+                )
+        if None in found:
+            say(f"{self.path} was begun by an earlier release, without digests of the model: it "
+                "is taken to be the same", file=sys.stderr)  # fmt: skip
 
     def keep(self, count: int) -> None:
         """Drop all but the first `count` lines; ValueError if there are fewer."""

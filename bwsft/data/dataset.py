@@ -5,7 +5,6 @@ A cached set holds every well-formed record, so that tokenizing once serves ever
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -20,6 +19,7 @@ from bwsft.data.chat_template import Template
 from bwsft.data.examples import TURN_BIT, DataOptions, ExampleReader
 from bwsft.data.packing import CanvasLayout, Example
 from bwsft.utils import lines, strict_json
+from bwsft.utils.files import cache_folder
 
 CHUNK = 1024  # records per call of the tokenizer
 ARRAYS = {
@@ -95,12 +95,6 @@ class TokenizedSet:
         share = f"{r['longer_than_gen_length']:.1%} of responses"
         share = f"  {share} exceed gen_length {r['gen_length']}"
         return "\n".join([head, *dropped, *skipped, *lengths, share])
-
-
-def cache_folder(chosen: str | Path | None) -> Path:
-    """Folder of tokenized sets: the one that is asked for, $BWSFT_CACHE or ~/.cache/bwsft."""
-    usual = os.environ.get("BWSFT_CACHE") or Path.home() / ".cache" / "bwsft"
-    return Path(chosen or usual).expanduser()
 
 
 def load_set(

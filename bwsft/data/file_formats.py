@@ -74,19 +74,41 @@ def read_text(path: Path, name: str) -> str:
 def digest(path: Path, name: str) -> tuple[str, int | None]:
     """SHA-256 of the file's format and content, and the records of a JSONL, as its line ends. What
     is wrong with an archive is found here: a damaged one may inflate to other text for a while."""
-    form, found, count = format_of(path)[0], hashlib.sha256(), 0
-    found.update(f"{form}:".encode())
+    form = format_of(path)[0]
     with open_bytes(path, name) as file:
-        while chunk := file.read(1 << 20):
-            found.update(chunk)
-            count += chunk.count(b"\n")
-    return found.hexdigest(), count if FORMATS[form] is _json_lines else None
+        found, count = _digest(form, file)
+    return found, count if FORMATS[form] is _json_lines else None
 
 
-def rows(path: Path, name: str) -> Iterator[Row]:
-    """The records of a file whose format is one of FORMATS, with their places."""
+def _digest(form: str, file: IO[bytes]) -> tuple[str, int]:
+    """SHA-256 of a format and all bytes of a file, and its line feeds."""
+    found, count = hashlib.sha256(f"{form}:".encode()), 0
+    while chunk := file.read(1 << 20):
+        found.update(chunk)
+        count += chunk.count(b"\n")
+    return found.hexdigest(), count
+
+
+def rows(path: Path, name: str, expected: str) -> Iterator[Row]:
+    """The records of a file whose format is one of FORMATS, with their places. Who reads them all
+    gets a ValueError at the end unless the bytes that were read have the `digest` expected."""
+    form = format_of(path)[0]
     with open_bytes(path, name) as file:
-        yield from FORMATS[format_of(path)[0]](file, name)
+        if FORMATS[form] is _parquet and file.seekable():  # read here and there
+            yield from _parquet(file, name)
+            file.seek(0)
+            found = _digest(form, file)[0]
+        else:
+            hashed = _Hashed(file, hashlib.sha256(f"{form}:".encode()))
+            yield from FORMATS[form](io.BufferedReader(hashed, 1 << 16), name)
+            found = hashed.digest.hexdigest()
+    if found != expected:
+        raise changed(name)
+
+
+def changed(name: str) -> ValueError:
+    """Of a source whose records are not those that its digest is of."""
+    return ValueError(f"{name} has changed while it was read: give the command again")
 
 
 def places(values: Iterable[Any], name: str) -> Iterator[Row]:
@@ -131,6 +153,21 @@ class _Inflated(io.RawIOBase):
             self.rest = memoryview(chunk)
         count = min(len(buffer), len(self.rest))
         buffer[:count], self.rest = self.rest[:count], self.rest[count:]
+        return count
+
+
+class _Hashed(io.RawIOBase):
+    """A file whose bytes go into a digest as they are read."""
+
+    def __init__(self, file: IO[bytes], digest: Any):
+        self.file, self.digest = file, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.file.readinto(buffer)
+        self.digest.update(memoryview(buffer)[:count])
         return count
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import re
 import sys
 from collections import Counter
@@ -99,13 +100,13 @@ def _open_files(paths: list[Path], name: str) -> Source:
         raise ValueError(f"data file {name} is empty")
     asked = Path(name).expanduser()
     named = {path: name if path == asked else str(path) for path in paths}
-    found = [file_formats.digest(path, label) for path, label in named.items()]
-    digest = hashlib.sha256(" ".join(text for text, _ in found).encode()).hexdigest()
-    counts = [count for _, count in found if count is not None]
+    found = {path: file_formats.digest(path, label) for path, label in named.items()}
+    digest = hashlib.sha256(" ".join(text for text, _ in found.values()).encode()).hexdigest()
+    counts = [count for _, count in found.values() if count is not None]
 
     def rows() -> Iterator[Row]:
         for path, label in named.items():
-            yield from file_formats.rows(path, label)
+            yield from file_formats.rows(path, label, found[path][0])
 
     total = sum(counts) if len(counts) == len(paths) else None
     return Source(name, f"files:{digest}", total, rows)
@@ -140,8 +141,45 @@ def _open_hub(name: str, subset: str | None, split: str) -> Source:
     except Exception as error:  # datasets, pyarrow, pandas and the network raise many kinds
         what = f"can't read {name} (no such file, so taken as a Hub id)"
         raise ValueError(f"{what}: {_reason(error)}") from error
-    digest = f"hub:{name}:{table._fingerprint}"
-    return Source(name, digest, len(table), lambda: places(table, f"{name} ({split})"))
+    return _table_source(table, name, f"{name} ({split})")
+
+
+def _table_source(table: Any, name: str, place: str) -> Source:
+    """A table of `datasets`. Its own fingerprint tells how it was made, and not what the files now
+    hold that it maps; both are in the digest."""
+    content = _content(table)
+
+    def rows() -> Iterator[Row]:
+        yield from places(table, place)
+        if table.cache_files and _content(table) != content:
+            raise file_formats.changed(name)
+
+    return Source(name, f"dataset:{table._fingerprint}:{content}", len(table), rows)
+
+
+def _content(table: Any) -> str:
+    """SHA-256 of a table's records, as Arrow writes them."""
+    from pyarrow import ipc
+
+    sink = _Digest()
+    for batch in table.with_format("arrow").iter(file_formats.BATCH):
+        with ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_table(batch)
+    return sink.found.hexdigest()
+
+
+class _Digest(io.RawIOBase):
+    """SHA-256 of what is written."""
+
+    def __init__(self):
+        self.found = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self.found.update(content)
+        return memoryview(content).nbytes
 
 
 def _reason(error: Exception) -> str:
@@ -205,4 +243,4 @@ def _open_table(tables: dict[str, Any], split: str, name: str) -> Source:
     table = datasets.concatenate_datasets(chosen) if len(chosen) > 1 else chosen[0]
     if table.format["type"] not in (None, "custom"):  # custom: a transform of the user's
         table = table.with_format(None)
-    return Source(name, f"dataset:{table._fingerprint}", len(table), lambda: places(table, name))
+    return _table_source(table, name, name)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bwsft.utils import hub
+from bwsft.utils import hub, identity
 from bwsft.utils.strict_json import check_regular
 
 CONFIG = "tokenizer_config.json"
@@ -39,7 +39,7 @@ def load_tokenizer(path: str | Path) -> Any:
         if not any(all((folder / f).exists() for f in some) for some in files):
             raise ValueError(f"{path} holds no tokenizer.json; give a folder with one, or a Hub id")
         check_regular(folder)
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)):
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?", str(path)):
         raise ValueError(f"tokenizer folder {path} doesn't exist")
     elif folder.is_file():
         raise ValueError(f"{path} is a file; give the folder that holds tokenizer.json")
@@ -82,6 +82,14 @@ def _read_tokenizer(name: str) -> Any:
     if len(model["merges"]) < made:
         raise ValueError(f"merges.txt has {len(model['merges']):,} merges, too few: copy it again")
     return tokenizer
+
+
+def tokenizer_content(tokenizer: Any) -> identity.Content:
+    """The files that a tokenizer was loaded from; of one that came from none, its digest."""
+    folder = Path(tokenizer.name_or_path or "-")
+    if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
+        return identity.content_of(folder, TOKENIZER_FILES)
+    return {"files": {"tokenizer": tokenizer_digest(tokenizer)}}
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

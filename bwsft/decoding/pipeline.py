@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -14,15 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from bwsft.checkpoints.resolve import Trained, load_trained
+from bwsft.checkpoints.contents import weights_content
+from bwsft.checkpoints.resolve import (
+    TINY,
+    Trained,
+    identity_of,
+    load_trained,
+    locate,
+    tokenizer_place,
+)
 from bwsft.data.chat_template import Prompt, Template
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import decode_stream
 from bwsft.decoding.request import check_request
-from bwsft.decoding.result import Decode, Decoded, Generation
+from bwsft.decoding.result import Decoded, Generation
 from bwsft.decoding.settings import DecoderOptions, DecodeSettings
 from bwsft.models.backbone import Backbone, check_context
+from bwsft.utils.identity import short
 from bwsft.utils.lines import say
 
 if TYPE_CHECKING:  # it needs transformers, and most rules do without
@@ -32,10 +42,25 @@ FROM_TRAINING = ("gen_length", "block_size", "context")
 NEED_CONTEXT = ("refresh", "cfg_scale", "suffix")
 
 
-def make_decoder(model: str | None, options: DecoderOptions) -> Decode:
-    """What an evaluation decodes with: a function from questions to `Decoded`, in order. The
-    model is loaded here; None is the embedded base."""
-    return Decoder.load(model, options).decode
+class AskedModel:
+    """A model that an evaluation names (None: the embedded base). A run's checkpoint is found once,
+    so that its digests are of what answers; it is loaded when it answers."""
+
+    def __init__(self, model: str | None, options: DecoderOptions):
+        self.model, self.options = model, options
+
+    @functools.cached_property
+    def found(self) -> tuple[str, dict | None]:
+        return locate(self.model) if self.model else (str(TINY), None)
+
+    def identity(self) -> dict[str, str]:
+        """The digests of `identity_of`."""
+        tokenizer = load_tokenizer(tokenizer_place(*self.found, self.options.tokenizer))
+        return identity_of(*self.found, tokenizer)
+
+    def decode(self, questions: Sequence[Prompt]) -> list[Decoded]:
+        """The answers to prompts, in order."""
+        return Decoder.load(self.found[0], self.options).decode(questions)
 
 
 @dataclass(frozen=True)
@@ -153,8 +178,16 @@ class Decoder:
         shape = {"gen_length": self.config.gen_length, "block_size": self.config.block_size}
         return {**shape, "tokens": pieces, "commits": [list(commit) for commit in generation.trace]}
 
+    def identity(self) -> dict[str, str]:
+        """Short digests of the contents behind the names: "weights", "tokenizer" (the chat template
+        included), "verifier"."""
+        found = identity_of(self.trained.folder, self.trained.state, self.tokenizer)
+        if self.verifier:
+            found["verifier"] = short(weights_content(self.verifier.name))
+        return found
+
     def digest(self) -> str:
-        """12 hex digits that change with whatever decides an answer."""
+        """12 hex digits that change with the settings and names that decide an answer."""
         settings = dataclasses.asdict(self.config) | {
             "model": place_of(self.trained.folder),
             "template": self.template.name,

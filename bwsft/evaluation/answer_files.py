@@ -29,6 +29,7 @@ from bwsft.evaluation.math_equality import same_spelling
 from bwsft.evaluation.numerals import format_number, single_number
 from bwsft.utils import lines, strict_json
 from bwsft.utils.claims import claimed
+from bwsft.utils.identity import others
 
 QUESTION_FIELDS = ("question", "query", "problem", "prompt")
 OUTPUT_FIELDS = ("output", "outputs", "generation", "generations", "completion", "response")
@@ -36,7 +37,7 @@ USUAL_SPLIT = "test"  # of a data set whose questions are answered
 TRUTH_FIELDS = ("ground_truth", "reference", "answer", "target")
 ANSWER_FIELDS = ("answer", "response", "ground_truth", "reference", "solution")
 JSON = (".jsonl", ".ndjson", ".json")
-_NOTES = ("truncated", "tokens", "passes", "sample")
+_NOTES = ("truncated", "tokens", "passes", "sample", "identity")
 _QUOTES = str.maketrans("‘’‛′“”„", "''''\"\"\"")
 
 
@@ -276,11 +277,16 @@ def join(outputs: list[Output], references: dict | None) -> tuple[list[Output], 
     return joined, conflicts
 
 
-def held(path: Path, run: str) -> AbstractContextManager:
-    """The file `path` of a result, claimed: ValueError if it exists and is not one of the settings
-    whose digest is `run`."""
-    otherwise = (
-        "exists and was not written with these settings: name another file, or delete it first"
-    )
+def held(path: Path, run: str, identity: dict[str, str]) -> AbstractContextManager:
+    """The file `path` of a result, claimed: ValueError, saying what is another one, if it exists
+    and is not one of the settings and contents whose digests are `run` and `identity`."""
+
+    def otherwise(head: bytes) -> str:
+        found = dict(re.findall(r'"(\w+)": "([0-9a-f]{12})"', head.decode(errors="replace")))
+        other = others(found, identity) if "run" in found and found.keys() & identity.keys() else []
+        what = f"other {' and '.join(other)}" if other else "other settings"
+        return (f"exists and was not written with these settings and contents ({what}): name "
+                "another file, or delete it first")
+
     start = re.compile(rb'\{\s*"run": "%s"' % run.encode())
     return claimed(path, lambda head: start.match(head) is not None, otherwise)

@@ -6,19 +6,20 @@ and under the paper's strict rule -> JSON, and a JSONL with every output.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bwsft.evaluation import answer_files as files
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_files import Output, question_key
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling, same_value
 from bwsft.utils.files import write_atomic
+from bwsft.utils.identity import short
 
 if TYPE_CHECKING:  # scoring a file takes no torch
     from bwsft.decoding.result import Decode
@@ -53,52 +54,77 @@ class EvaluateOptions:
     """Headline figure by the paper's rule (last number / whole output, equal as strings)."""
 
 
-def evaluate(options: EvaluateOptions, decode: Decode | None = None) -> dict:
+def evaluate(
+    options: EvaluateOptions, decode: Decode | None = None,
+    identity: Callable[[], dict[str, str]] | None = None,
+) -> dict:  # fmt: skip
     """Score outputs and write the files; returns the result (keys: `summarize`).
 
-    `decode` gets the questions in order and is needed with `model`. Mistakes of the user raise
-    ValueError, FileNotFoundError or, for MATH without math-verify, ImportError.
+    `decode` gets the questions in order and is needed with `model`; `identity` gives the digests of
+    its weights and tokenizer. A result is named by them, by the records and by the settings.
+    Mistakes of the user raise ValueError, FileNotFoundError or, for MATH without math-verify,
+    ImportError.
     """
     _check(options, decode)
     settings = {k: v for k, v in asdict(options).items() if k not in ("json", "save")}
     settings = json.loads(json.dumps(settings, default=str))
-    run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    read = _read(options)
+    contents = read.contents | (identity() if options.model and identity else {})
+    run = short([settings, contents])
     stem = (options.outputs or options.model).stem
     save = options.save or Path("runs/evaluate") / f"{options.task}-{stem}-{run[:8]}.jsonl"
+    made = {"run": run, "identity": contents}
     with ExitStack() as stack:
         for path in filter(None, (save, options.json)):
-            stack.enter_context(files.held(path, run))
-        result, records = scored(options, decode)
-        result = {"run": run, **result, "settings": settings, "saved": str(save)}
-        write_atomic(save, "".join(json.dumps({"run": run, **r}) + "\n" for r in records))
+            stack.enter_context(files.held(path, run, contents))
+        result, records = _scored(options, decode, read)
+        result = {**made, **result, "settings": settings, "saved": str(save)}
+        write_atomic(save, "".join(json.dumps({**made, **record}) + "\n" for record in records))
         if options.json:
             write_atomic(options.json, json.dumps(result, indent=2) + "\n")
     return result
 
 
-def scored(options: EvaluateOptions, decode: Decode | None) -> tuple[dict, list[dict]]:
-    """(the figures, a record per output) of outputs that are read or decoded."""
-    references = None
+class _Read(NamedTuple):
+    """What the files of an evaluation hold, with digests of it."""
+
+    references: dict | None
+    outputs: list[Output]
+    header: dict
+    unused: list[str]
+    contents: dict[str, str]
+
+
+def _read(options: EvaluateOptions) -> _Read:
+    references, contents = None, {}
     if options.data:
         asked = (options.data, options.task, options.subset, options.split, options.columns)
         references = files.read_references(*asked)
-    header, unused = {}, []
+        contents["data"] = short(references)
+    outputs, header, unused = [], {}, []
+    if options.outputs:
+        outputs, header, unused = files.read_outputs(options.outputs, options.task)
+        contents["outputs"] = short([asdict(output) for output in outputs])
+    return _Read(references, outputs[: options.limit], header, unused, contents)
+
+
+def _scored(
+    options: EvaluateOptions, decode: Decode | None, read: _Read
+) -> tuple[dict, list[dict]]:
+    """(the figures, a record per output) of outputs that were read or are decoded here."""
+    references, outputs = read.references, read.outputs
     with MathVerifier() if options.task == "math" else nullcontext() as verifier:
-        if options.outputs:
-            outputs, header, unused = files.read_outputs(options.outputs, options.task)
-            outputs = outputs[: options.limit]
-        else:
+        if options.model:
             outputs = _decoded(references, options.limit, decode)
         joined, conflicts = files.join(outputs, references)
         if not any(output.reference for output in joined):
-            raise ValueError(_nothing_joined(options, joined, unused))
+            raise ValueError(_nothing_joined(options, joined, read.unused))
         records = score(joined, options.task, verifier)
-
-    result = summarize(records, options.task, options.strict)
+    figures = summarize(records, options.task, options.strict)
     answered = {question_key(record["question"]) for record in records}
-    result["not_attempted"] = None if references is None else len(references.keys() - answered)
-    result["conflicting_references"] = conflicts
-    return result | {"unused_fields": unused, "source": header}, records
+    figures["not_attempted"] = None if references is None else len(references.keys() - answered)
+    figures["conflicting_references"] = conflicts
+    return figures | {"unused_fields": read.unused, "source": read.header}, records
 
 
 def _check(options: EvaluateOptions, decode: Decode | None) -> None:

@@ -19,9 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bwsft import config as c
+from bwsft.checkpoints.resolve import identity_of, locate, tokenizer_place
+from bwsft.data import word_problems
+from bwsft.data.sources import open_source
+from bwsft.data.tokenizer import load_tokenizer, tokenizer_content
 from bwsft.experiments import measures
 from bwsft.training.metrics import read_log
 from bwsft.utils.files import write_atomic
+from bwsft.utils.identity import short
+from bwsft.utils.lines import say
 
 METERED = 4  # updates under the FLOP counter
 TIMED = 8  # updates on the clock, after those
@@ -35,6 +41,9 @@ class Cell:
     trained: bool = True
     drawn: bool = False
     """Untouched, and what it is measured by depends on the objective's draws."""
+    content: str = ""
+    """Digest of the files that the config names; none where it names none, or in earlier
+    releases."""
 
     @property
     def key(self) -> str:
@@ -44,22 +53,52 @@ class Cell:
         if config.draws_per_context > 1:
             mode += f"-k{config.draws_per_context}"
         if self.drawn:
-            return f"gradient-{mode}-{digest(config)}"
+            return f"gradient-{mode}-{digest(config, self.content)}"
         if not self.trained:  # training settings don't touch it
             plain = c.Config(
                 model=config.model, tokenizer=config.tokenizer, data=config.data,
                 context=config.context, gen_length=config.gen_length,
                 max_length=config.max_length, dataset=config.dataset,
             )  # fmt: skip
-            return f"base-{mode}-{digest(plain)}"
+            return f"base-{mode}-{digest(plain, self.content)}"
         front = f"{config.objective.name}-{mode}-b{config.block_size}-u{config.steps}"
-        return f"{front}-s{config.seed}-{digest(config)}"
+        return f"{front}-s{config.seed}-{digest(config, self.content)}"
 
 
-def digest(config: c.Config) -> str:
-    """Of what differs from the defaults: a new field doesn't make finished cells new."""
-    changed = c.differences(c.Config(), config)
+def digest(config: c.Config, content: str = "") -> str:
+    """Of what differs from the defaults, so that a new field doesn't make finished cells new, and
+    of what is in the files."""
+    changed = c.differences(c.Config(), config) + [content] * bool(content)
     return hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8]
+
+
+def content_of(config: c.Config) -> str:
+    """Digest of the records, weights and tokenizer that a config names; "" if it names none."""
+    named = {}
+    if word_problems.named(config.data) is None:
+        asked = (config.data, config.dataset.subset, config.dataset.split)
+        named["data"] = open_source(*asked).digest
+    if config.model is not None:
+        source, state = locate(config.model)
+        words = load_tokenizer(config.tokenizer or tokenizer_place(source, state))
+        named |= identity_of(source, state, words)
+    elif config.tokenizer is not None:
+        named["tokenizer"] = short(tokenizer_content(load_tokenizer(config.tokenizer)))
+    return short(named) if named else ""
+
+
+def adopt(folder: Path, cell: Cell) -> None:
+    """Give a cell of an earlier release, whose name tells no contents, to the cell of today's."""
+    old, new = dataclasses.replace(cell, content="").key, cell.key
+    found = [path for path in folder.glob(f"{old}*") if old != new]
+    if not found or any(folder.glob(f"{new}*")):
+        return
+    for path in found:
+        path.rename(folder / path.name.replace(old, new))
+    say(
+        f"{folder / old} is a cell of an earlier release, without digests of data and model: taken "
+        f"to be made from today's, as {new}"
+    )
 
 
 def read(folder: Path, cell: Cell) -> dict:

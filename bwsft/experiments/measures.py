@@ -114,7 +114,7 @@ def solved(trained: Trained, config: c.Config, tests: TestSet) -> dict:
 
 def answers(task: str, source: str | None, config: c.Config, tests: TestSet, stem: Path) -> dict:
     """Pass@1 on an answer file at fixed decoder settings: greedy, one token a step."""
-    from bwsft.decoding.pipeline import make_decoder
+    from bwsft.decoding.pipeline import AskedModel
     from bwsft.decoding.settings import DecoderOptions
     from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
@@ -129,5 +129,6 @@ def answers(task: str, source: str | None, config: c.Config, tests: TestSet, ste
         task=task, model=Path(source or "embedded"), data=Path(file),
         save=stem.with_suffix(".jsonl"), json=stem.with_suffix(".json"),
     )  # fmt: skip
-    result = evaluate(asked, lambda questions: make_decoder(source, options)(questions))
+    found = AskedModel(source, options)
+    result = evaluate(asked, found.decode, found.identity)
     return {"value": result["ladder_accuracy"], "strict": result["strict_accuracy"]}

@@ -17,12 +17,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bwsft import config as c
+from bwsft.data.sources import open_source
 from bwsft.experiments import cells
 from bwsft.experiments.arms import Arm, Plan
 from bwsft.experiments.cells import Cell
 from bwsft.experiments.measures import TestSet
 from bwsft.experiments.results import Measured, is_gradient, is_of_training
 from bwsft.utils.files import write_atomic
+from bwsft.utils.identity import short
+from bwsft.utils.lines import say
 
 
 def run_plan(
@@ -35,7 +38,8 @@ def run_plan(
     folder.mkdir(parents=True, exist_ok=True)
     check_test_set(folder, tests)
     arms = [arm for arm in plan.arms if arm.trained]
-    meters = Meters(folder / "meters.json")
+    contents = Contents()
+    meters = Meters(folder / "meters.json", contents)
     # Spawned: torch's threads don't survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, leave_with_parent) as pool:
@@ -49,7 +53,8 @@ def run_plan(
         planned = [(arm, settle(arm, plan, meters)) for arm in plan.arms]
         work = {}
         for arm, config in planned:
-            for cell in cells_of(arm, config, seeds):
+            for cell in cells_of(arm, config, seeds, contents):
+                cells.adopt(folder, cell)
                 if cells.missing(folder, cell, arm_measures(arm)):
                     wanted = {*work.get(cell.key, (cell, ()))[1], *arm_measures(arm)}
                     work[cell.key] = (cell, tuple(sorted(wanted)))
@@ -80,35 +85,54 @@ def gather(futures: list, what: str) -> None:
 
 
 def check_test_set(folder: Path, tests: TestSet) -> None:
-    """All cells of a folder are evaluated alike; ValueError if this test set is another one."""
+    """All cells of a folder are evaluated alike; ValueError if this test set is another one, by its
+    settings or by what is in its files."""
     path, now = folder / "exam.json", dataclasses.asdict(tests)  # old spelling
     now.pop("batch_size")
-    if not path.exists():
-        write_atomic(path, json.dumps(now, indent=1) + "\n")
-        return
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    files = {n: now[n] for n in ("gsm8k", "math", "nelbo_data") if now[n] is not None}
+    digests = {f"{n} digest": short(open_source(file).digest) for n, file in files.items()}
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now | digests
+    if missing := digests.keys() - stored.keys():
+        say(f"{folder} is of an earlier release, without digests of its test files")
+        stored |= {n: digests[n] for n in missing}
+    now |= digests
     if changed := [k for k in now if stored.get(k) != now[k]]:
         raise ValueError(
             f"{folder} was evaluated with {changed[0]} = {stored.get(changed[0])!r}, not "
             f"{now[changed[0]]!r}: keep the setting, or choose another --out"
         )
+    if missing or not path.exists():
+        write_atomic(path, json.dumps(now, indent=1) + "\n")
+
+
+class Contents:
+    """Digests of the files that configs name, each taken once in an experiment."""
+
+    def __init__(self):
+        self.known: dict[tuple, str] = {}
+
+    def of(self, config: c.Config) -> str:
+        data = (config.data, config.dataset.subset, config.dataset.split)
+        asked = (config.model, config.tokenizer, *data)
+        if asked not in self.known:
+            self.known[asked] = cells.content_of(config)
+        return self.known[asked]
 
 
 class Meters:
     """What an update costs, for every config that was metered; kept in one file."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, contents: Contents | None = None):
+        self.path, self.contents = path, contents or Contents()
         text = path.read_text(encoding="utf-8") if path.exists() else "{}"
         self.known: dict[str, dict] = json.loads(text)
 
-    @staticmethod
-    def key(config: c.Config) -> str:
+    def key(self, config: c.Config) -> str:
         """Updates, seed and learning rate don't change an update's FLOPs."""
         plain = dataclasses.replace(
             config, steps=100, save_every=100, seed=0, optim=c.OptimConfig(), eval=c.EvalConfig()
         )
-        return Cell(plain).key
+        return Cell(plain, content=self.contents.of(config)).key
 
     def has(self, arm: Arm) -> bool:
         found = self.known.get(self.key(arm.config))
@@ -168,21 +192,24 @@ def arm_measures(arm: Arm) -> tuple[str, ...]:
     return tuple(m for m in arm.measures if not is_of_training(m))
 
 
-def cells_of(arm: Arm, config: c.Config, seeds: list[int]) -> Iterator[Cell]:
+def cells_of(
+    arm: Arm, config: c.Config, seeds: list[int], contents: Contents
+) -> Iterator[Cell]:
     """One cell per seed, or the one of the untouched base."""
+    content = contents.of(config)
     if not arm.trained:
         drawn = any(is_gradient(measure) for measure in arm.measures)
-        yield Cell(config, trained=False, drawn=drawn)
+        yield Cell(config, trained=False, drawn=drawn, content=content)
         return
     for seed in seeds:
-        yield Cell(dataclasses.replace(config, seed=seed))
+        yield Cell(dataclasses.replace(config, seed=seed), content=content)
 
 
 def measured(
     arm: Arm, config: c.Config, seeds: list[int], folder: Path, meters: Meters
 ) -> Measured:
     """The arm with the records of its finished cells."""
-    found = [cells.read(folder, cell) for cell in cells_of(arm, config, seeds)]
+    found = [cells.read(folder, cell) for cell in cells_of(arm, config, seeds, meters.contents)]
     if not arm.trained:
         each = [m["flops"] for m in found[0]["measures"].values() if "flops" in m]
         return Measured(arm.name, found, each[0] if each else None)

@@ -20,7 +20,9 @@ import contextlib
 import datetime
 import gc
 import importlib
+import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,9 +33,13 @@ from torch import Tensor, nn
 
 from bwsft.models.backbone import trainable
 
-# A rank may wait for another that tokenizes or writes a large checkpoint. One that dies ends the
-# others sooner: gloo and NCCL notice the lost connection, and torchrun ends the rest.
+# A rank may wait for another that reads a large model. One that dies ends the others sooner: gloo
+# and NCCL notice the lost connection, and torchrun ends the rest.
 PATIENCE = datetime.timedelta(hours=1)
+# While rank 0 works alone (it tokenizes, or writes a large checkpoint to a slow disk) it says so
+# this often, so that no patience ends, however long it takes.
+BEAT = 60.0  # seconds
+DONE, FAILED, BUSY = 0, 1, 2  # what rank 0 says meanwhile
 # Engines that an `accelerate config` may ask for.
 ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 FORWARD, BACKWARD = 1, 2  # what a rank announces: a forward alone, or with its backward
@@ -87,28 +93,89 @@ class World:
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Rank 0 runs the block, then the others do: they find its files, and end if it failed."""
-        if not self.main and self.max(0):
-            raise PeerFailed
-        try:
+        if not self.main:
+            self._wait_for_main()
             yield
+            return
+        try:
+            with self._heartbeat():
+                yield
         except BaseException:
-            if self.main:
-                self.max(1)
+            self._fail()
             raise
-        if self.main:
-            self.max(0)
+        self.max(DONE)
 
     def on_main(self, act: Callable, *arguments: Any) -> Any:
         """act(*arguments) on rank 0, while the others wait, who get None; all end if it fails."""
-        result = error = None
-        if self.main:
-            try:
+        if not self.main:
+            return self._wait_for_main()
+        try:
+            with self._heartbeat():
                 result = act(*arguments)
-            except Exception as caught:
-                error = caught
-        if self.max(error is not None):
-            raise error or PeerFailed
+        except Exception:
+            self._fail()
+            raise
+        self.max(DONE)
         return result
+
+    def _fail(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a peer that is gone hides no error of our own
+            self.max(FAILED)
+
+    def _wait_for_main(self) -> None:
+        """Until rank 0 has done what it does alone. PeerFailed if that failed."""
+        while (said := self.max(DONE)) == BUSY:
+            pass
+        if said == FAILED:
+            raise PeerFailed
+
+    @contextlib.contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        """Rank 0 says that it is busy while the block runs, which must not speak to the others."""
+        done = threading.Event()
+
+        def beat() -> None:
+            # A lost peer is noticed by what rank 0 says next.
+            with contextlib.suppress(RuntimeError):
+                while not done.wait(BEAT):
+                    self.max(BUSY)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        if self.size > 1:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if self.size > 1:
+                thread.join()
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """ValueError on rank 0, PeerFailed on the others, unless these JSON values are the same on
+        all ranks: it names the first that differs, its rank and both values."""
+        if self.size == 1:
+            return
+        said = [json.loads(text) for text in self._texts(json.dumps(facts, default=str))]
+        for rank, theirs in enumerate(said):
+            for name, ours in said[0].items():
+                if theirs.get(name) == ours:
+                    continue
+                if not self.main:
+                    raise PeerFailed
+                raise ValueError(
+                    f"process {rank} of {self.size} has {name} {theirs.get(name)!r}, process 0 has "
+                    f"{ours!r}: start all with the same command, on the same files and versions"
+                )
+
+    def _texts(self, text: str) -> list[str]:
+        """The text of every rank."""
+        content = text.encode()
+        longest = int(self.max(len(content)))
+        ours = torch.zeros(longest, dtype=torch.uint8)
+        ours[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        every = [torch.empty_like(ours) for _ in range(self.size)]
+        dist.all_gather(every, ours, group=self._host)
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in every]
 
     def wrap(self, backbone: nn.Module) -> None:
         """Make the ranks train one model: from here on every forward of `backbone` with gradients
@@ -237,9 +304,7 @@ def join(kind: str, device: str) -> Iterator[World]:
 
 def lost(error: Exception) -> bool:
     """Whether a collective failed because another process went away."""
-    return dist.is_available() and (
-        isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error)
-    )
+    return dist.is_available() and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def check_launch(device: str, cpu: bool) -> None:

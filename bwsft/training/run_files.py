@@ -28,6 +28,7 @@ from bwsft.training.trackers import Logs
 from bwsft.utils.claims import LOCK
 from bwsft.utils.devices import device_name
 from bwsft.utils.files import folder_atomic, write_atomic
+from bwsft.utils.identity import Content
 from bwsft.utils.lines import printable, say
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class RunFiles:
     tokenizer: Any
     base: str | None
     """Model that an adapter belongs to; None for full fine-tuning."""
+    identity: dict[str, Content]
+    """The contents of the tokenizer, and of an adapter's base."""
     faults: list[str] = field(default_factory=list)
     """What failed beside the run, on rank 0."""
 
@@ -143,6 +146,7 @@ class RunFiles:
             "config": json.loads(c.to_json(run.config)),
             "data": run.data.examples.fingerprint,
             "base": self.base,
+            "identity": self.identity,
             "examples": {
                 "train": len(run.data.train_index), "held_out": len(run.data.holdout_index)
             },

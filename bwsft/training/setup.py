@@ -9,16 +9,18 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bwsft import config as c
-from bwsft.checkpoints.folders import save_model, step_of
+from bwsft.checkpoints.contents import check_base, check_tokenizer, pinned, weights_content
+from bwsft.checkpoints.folders import save_model, step_of, versions
 from bwsft.checkpoints.optimizer_state import load_optimizer
 from bwsft.checkpoints.resolve import ModelPlan, own_memory, plan_model, plan_tokenizer
 from bwsft.checkpoints.state import read_state
 from bwsft.data.chat_template import Template
-from bwsft.data.tokenizer import load_tokenizer, merged_end_ids
+from bwsft.data.tokenizer import load_tokenizer, merged_end_ids, tokenizer_content
 from bwsft.models.backbone import Backbone, trainable
 from bwsft.models.loading import load_backbone
 from bwsft.models.lora import add_lora, load_adapter_weights
@@ -38,14 +40,16 @@ from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
 from bwsft.training.metrics import column, plot_run, read_log
 from bwsft.training.optim import make_optimizer
 from bwsft.training.outcome import outcome
-from bwsft.training.run_data import follow_data, held_out, plan_data
+from bwsft.training.run_data import TrainingData, follow_data, held_out, plan_data
 from bwsft.training.run_files import RunFiles, open_shared
 from bwsft.training.signals import Signals, signals
 from bwsft.training.trackers import Logs, check_installed
 from bwsft.training.trainer import Run, loop
+from bwsft.utils import config_check
 from bwsft.utils.claims import lock_folder, new_folder
 from bwsft.utils.devices import pick_device
 from bwsft.utils.files import folder_atomic, write_atomic
+from bwsft.utils.identity import Content, short
 from bwsft.utils.lines import say
 from bwsft.utils.terminal import lasting_output
 
@@ -80,6 +84,16 @@ def train(config: c.Config, saves_on_signal: bool = True) -> int:
             return train_in(world, config, stack, saves_on_signal)
     except PeerFailed:
         return 1
+    except RuntimeError as error:
+        if not lost(error):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        say(
+            "bwsft train: another process of the run has ended or can't be reached; what it has "
+            f"said tells why ({reason:.200})",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def check_start(config: c.Config) -> None:
@@ -103,6 +117,7 @@ def train_in(
     world: World, config: c.Config, stack: contextlib.ExitStack, saves_on_signal: bool
 ) -> int:
     """train, as one of the processes of `world`; `stack` keeps the run folder locked."""
+    world.agree(settings(config))
     folder = c.run_folder(config)
     started = config.resume is not None and world.from_main((folder / "config.json").exists())
 
@@ -137,6 +152,27 @@ def train_in(
     return 0
 
 
+def settings(config: c.Config) -> dict[str, Any]:
+    """What all processes must have been started with. Places may have other names on another
+    machine: what is there is compared once it is read."""
+    places = ("model", "tokenizer", "data", "dataset.cache_dir")
+    flat = config_check.flat(dataclasses.asdict(config))
+    found = {f"--{name.replace('_', '-')}": v for name, v in flat.items() if name not in places}
+    return found | versions()
+
+
+def contents(
+    data: TrainingData, identity: dict[str, Content], plan: ModelPlan, checkpoint: Path | None
+) -> dict[str, Any]:
+    """What all processes must have read, as digests."""
+    found = {"tokenizer": short(identity["tokenizer"]), "data": data.examples.fingerprint}
+    if "base" in identity:
+        found["base"] = short(identity["base"])
+    elif checkpoint is not None or not plan.is_random:
+        found["weights"] = short(weights_content(checkpoint or plan.place))
+    return found
+
+
 def why(run: Run, error: Exception) -> str | None:
     """What to tell the user about an error that ended the loop; None if it is not understood."""
     if isinstance(error, TrainingStopped):
@@ -153,22 +189,24 @@ def setup(
 ) -> Run:
     """Check everything and build it; only then write config.json, and print what will run."""
     world = world or World()
-    tokenizer = load_tokenizer(plan_tokenizer(config))
+    state = None if checkpoint is None else read_state(checkpoint)
+    named = config if state is None else pinned(config, state)
+    tokenizer = load_tokenizer(plan_tokenizer(named))
     template = Template(tokenizer, config.dataset.template, config.dataset.template_args)
-    plan = plan_model(config, tokenizer, folder)
+    plan = plan_model(named, tokenizer, folder)
     end_ids = merged_end_ids(template.end_ids, plan.family.end_ids)
     clean = config.clean_attention
     family = dataclasses.replace(plan.family, end_ids=end_ids, clean_attention=clean)
     check_trainable(family, config)
     with world.main_first():
+        check_origin(config, plan, tokenizer, state, checkpoint)
         config = follow_data(config, tokenizer, family)
         data = plan_data(config, tokenizer, family)
     config = length.in_steps(config, data.epoch)
     first = 0 if checkpoint is None else step_of(checkpoint)
     if config.resume is not None:
         length.announce(config, c.stored(folder), first)
-    fingerprint = data.examples.fingerprint
-    if checkpoint is not None and read_state(checkpoint)["data"] != fingerprint:
+    if state is not None and state["data"] != data.examples.fingerprint:
         raise ValueError(
             f"--resume: {config.data or 'the generated data'} is not what {folder} was trained "
             "on; give the same records, tokenizer and limits"
@@ -176,6 +214,11 @@ def setup(
     device = world.device or pick_device(config.device)
     with world.main_first():
         backbone = build_backbone(config, plan, folder, checkpoint, device)
+        identity = {"tokenizer": tokenizer_content(tokenizer)}
+        if config.lora.rank:
+            identity["base"] = weights_content(plan.place)
+    if world.size > 1:
+        world.agree(contents(data, identity, plan, checkpoint))
     backbone.family = family
     world.wrap(backbone)
     objective = OBJECTIVES[config.objective.name].of(config, family, data.responses())
@@ -188,12 +231,31 @@ def setup(
         mode=make_mode(config, family, backbone, objective, device),
         held_out=held_out(config, family),
         guard=SpikeGuard(config.watch, history, family.vocab_size, config.batch_size),
-        files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None), world=world,
+        files=RunFiles(folder, tokenizer, plan.base if config.lora.rank else None, identity),
+        world=world,
     )  # fmt: skip
     if checkpoint is not None:
         load_optimizer(checkpoint, backbone, run.optimizer)
     banner(run)
     return run
+
+
+def check_origin(
+    config: c.Config, plan: ModelPlan, tokenizer: Any, state: dict | None, checkpoint: Path | None
+) -> None:
+    """ValueError, naming the file, if the tokenizer or an adapter's base is no longer what it was
+    when the checkpoint was written; a note where that release did not say."""
+    if state is None:
+        return
+    if "identity" not in state:
+        say(
+            f"{checkpoint} was written by an earlier release, without digests of tokenizer and "
+            "base: they are taken to be the same"
+        )
+    folder = tokenizer.name_or_path
+    check_tokenizer(state, tokenizer_content(tokenizer), folder, checkpoint)
+    if config.lora.rank and not (plan.is_random and not Path(plan.base).is_dir()):
+        check_base(state, plan.place, checkpoint)
 
 
 def build_backbone(

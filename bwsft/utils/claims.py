@@ -23,14 +23,14 @@ OWNER = re.compile(rb"process \d+\s*")
 @contextlib.contextmanager
 def claimed(
     path: Path, ours: Callable[[bytes], bool] | None = None,
-    otherwise: str = "exists: name another file",
+    otherwise: str | Callable[[bytes], str] = "exists: name another file",
 ) -> Iterator[IO[bytes]]:  # fmt: skip
     """Hold the file `path`, its folders made, as the only process that writes it; yield it open for
     reading and appending. `write_atomic` may replace it meanwhile.
 
-    ValueError for a file with content, unless ours(its first bytes), as `otherwise` says it; for a
-    symlink or anything else that is no file; and for one that another process has claimed. A file
-    that was made here and is still empty at the end goes again.
+    ValueError for a file with content, unless ours(its first bytes), as `otherwise` (of them) says
+    it; for a symlink or anything else that is no file; and for one that another process has
+    claimed. A file that was made here and is still empty at the end goes again.
     """
     path = Path(path)
     with _made(path.parent), contextlib.ExitStack() as stack:
@@ -44,7 +44,7 @@ def claimed(
         head = handle.read(HEAD)
         # Where nothing can be locked, only who made the file may have it.
         if not (made or (ours(head) if head and ours else not head and free)):
-            raise ValueError(f"{path} {otherwise}")
+            raise ValueError(f"{path} {otherwise(head) if callable(otherwise) else otherwise}")
         try:
             yield handle
         finally:

@@ -24,6 +24,13 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.bwsft\.tmp")
 NOT_THROUGH = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
+def cache_folder(chosen: str | Path | None = None) -> Path:
+    """Where what can be made again is kept: the folder that is asked for, $BWSFT_CACHE or
+    ~/.cache/bwsft."""
+    usual = os.environ.get("BWSFT_CACHE") or Path.home() / ".cache" / "bwsft"
+    return Path(chosen or usual).expanduser()
+
+
 def fsync_path(path: Path) -> None:
     """Flush a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -40,9 +40,28 @@ def no_network() -> str | None:
     return None if reachable() else "the Hub can't be reached over the network"
 
 
+def split_name(name: str) -> tuple[str, str | None]:
+    """(repository, revision or None) of OWNER/NAME@REVISION."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
+def at_commit(name: str, commit: str | None) -> str:
+    """The name of a repository at a commit, if one is given and the name says no revision."""
+    repository, revision = split_name(name)
+    return name if revision or not commit else f"{repository}@{commit}"
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a downloaded snapshot; None for any other folder."""
+    kept = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
+    return folder.name if kept else None
+
+
 def snapshot(name: str, patterns: Collection[str]) -> Path:
-    """The folder with those files of a repository, downloaded if there is a network and they are
-    not here yet. FileNotFoundError, in one sentence, where they can't be had."""
+    """The folder with those files of a repository (OWNER/NAME, or OWNER/NAME@REVISION), downloaded
+    if there is a network and they are not here yet. FileNotFoundError, in one sentence, where they
+    can't be had."""
     from huggingface_hub import errors, snapshot_download
 
     if Path(name).parts[:1] == (RUNS,):
@@ -50,7 +69,8 @@ def snapshot(name: str, patterns: Collection[str]) -> Path:
     why = no_network()
     options = {"allow_patterns": list(patterns), "local_files_only": why is not None}
     try:
-        return Path(snapshot_download(name, **options))
+        repository, revision = split_name(name)
+        return Path(snapshot_download(repository, revision=revision, **options))
     except errors.GatedRepoError as error:
         cause, reason = error, "accept the terms on its page, then `hf auth login`"
     except errors.RepositoryNotFoundError as error:

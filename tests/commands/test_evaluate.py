@@ -9,7 +9,7 @@ from bwsft.cli import main
 from bwsft.commands import evaluate as evaluate_command
 from bwsft.commands.evaluate import run_evaluate
 from bwsft.commands.options import EvaluateCommand
-from bwsft.decoding.pipeline import make_decoder
+from bwsft.decoding.pipeline import AskedModel, Decoder
 from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 
@@ -37,7 +37,7 @@ def test_a_model_answers_with_the_options_given(questions, tmp_path, model_folde
     command = ["--task", "gsm8k", "--model", str(folder), "--data", str(questions), *words.split()]
     assert main(["evaluate", *command, "--save", "s.jsonl", "--json", "r.json"]) == 0
     options = DecoderOptions(gen_length=12, block_size=4, steps=6, template="none")
-    expected = make_decoder(str(folder), options)(["1+1", "What?", "7"])
+    expected = AskedModel(str(folder), options).decode(["1+1", "What?", "7"])
     rows = jsonl.read(tmp_path / "s.jsonl")
     assert [(r["output"], r["tokens"], r["truncated"], r["passes"]) for r in rows] == [
         (text, tokens, not ended, passes) for text, tokens, ended, passes in expected
@@ -50,7 +50,7 @@ def test_a_model_answers_with_the_options_given(questions, tmp_path, model_folde
 
 
 def test_mistakes_are_found_before_a_model_is_read(questions, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate_command, "make_decoder", None)
+    monkeypatch.setattr(Decoder, "load", None)
     for words, message in (
         ("--model m", "--model needs --data FILE"),
         ("", "give either --outputs FILE"),

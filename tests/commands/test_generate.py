@@ -23,7 +23,7 @@ from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding import pipeline
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.pipeline import make_decoder
+from bwsft.decoding.pipeline import AskedModel
 from bwsft.decoding.result import Generation
 from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
@@ -485,7 +485,7 @@ def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = ({"question": q, "answer": f"so\n#### {len(q)}"} for q in QUESTIONS)
     data = write(tmp_path / "gsm8k.jsonl", *records)
-    decode = make_decoder(str(run_folder), DecoderOptions(batch_size=2))
+    decode = AskedModel(str(run_folder), DecoderOptions(batch_size=2)).decode
     result = evaluate(EvaluateOptions("gsm8k", model=run_folder, data=data), decode)
     tokenizer, results = expected(run_folder)
     assert result["count"] == 5

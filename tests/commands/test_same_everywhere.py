@@ -28,7 +28,7 @@ from bwsft.commands.options import (
 )
 from bwsft.commands.report.samples import ask_models
 from bwsft.data import word_problems
-from bwsft.decoding.pipeline import Decoder, make_decoder
+from bwsft.decoding.pipeline import AskedModel, Decoder
 from bwsft.decoding.settings import DecoderOptions
 from bwsft.training.setup import train
 
@@ -144,7 +144,7 @@ def test_without_its_settings_a_folder_answers_otherwise_and_says_so(
 ):
     capsys.readouterr()
     asked = [row["question"] for row in jsonl.read(data)][:2]
-    answers = make_decoder(folders[0]["bare"], DecoderOptions())(asked)
+    answers = AskedModel(folders[0]["bare"], DecoderOptions()).decode(asked)
     assert [answer.text for answer in answers] != expected[:2]
     assert "assumed: --template metamath, --context exact, --block-size 32" in (
         capsys.readouterr().err

@@ -92,7 +92,7 @@ READERS = {
                      lambda p: read_outputs(p, "math")),
     "references.json": (json.dumps([ANSWER]).encode(), lambda p: read_references(p, "gsm8k")),
     "results.jsonl": (lines({"run": "0" * 12, "question": "a", "output": "b"}),
-                      lambda p: open_results(p, "0" * 12, ["a", "c"])),
+                      lambda p: open_results(p, "0" * 12, ["a", "c"], {})),
     "metrics.jsonl": (lines(*METRICS), open_log),
     "config.json": (json.dumps(CONFIG).encode(), lambda p: c.from_json(read_text(p))),
     "state.json": (json.dumps(STATE).encode(), lambda p: read_state(p.parent)),

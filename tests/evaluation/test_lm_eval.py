@@ -13,7 +13,7 @@ from harness_tasks import CHOICES, SUMS, write_task
 
 from bwsft.data import word_problems as wordproblems
 from bwsft.decoding.config import DecodeConfig
-from bwsft.decoding.pipeline import make_decoder
+from bwsft.decoding.pipeline import AskedModel
 from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
 
@@ -71,7 +71,7 @@ def test_tasks_from_local_files(tasks, model):
         bootstrap_iters=0,
     )
     rows = jsonl.read(tasks / "sums.jsonl")
-    decode = make_decoder(None, DecoderOptions())  # the embedded model's own template and canvas
+    decode = AskedModel(None, DecoderOptions()).decode  # its own template and canvas
     texts = [answer.text for answer in decode([row["question"] for row in rows])]
     samples = sorted(found["samples"]["sums"], key=lambda sample: sample["doc_id"])
     # 37 tokens at most, on a canvas of 5 blocks of 8 as in training: most answers are shorter.
@@ -210,7 +210,7 @@ def test_the_harness_command_line(tasks):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = jsonl.read(tasks / "sums.jsonl")
-    decode = make_decoder(None, DecoderOptions(gen_length=40))
+    decode = AskedModel(None, DecoderOptions(gen_length=40)).decode
     found = [re.findall(ANSWER, a.text)[:1] for a in decode([row["question"] for row in rows])]
     truth = [row["answer"].split("#### ")[-1:] for row in rows]
     right = sum(a == b for a, b in zip(found, truth, strict=True)) / len(rows)

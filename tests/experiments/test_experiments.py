@@ -15,7 +15,7 @@ from bwsft.cli import main
 from bwsft.experiments import cells, estimate, measures, plans, report, results, scales
 from bwsft.experiments import statistics as st
 from bwsft.experiments.arms import only
-from bwsft.experiments.runner import Meters, cells_of, check_test_set, measured, settle
+from bwsft.experiments.runner import Contents, Meters, cells_of, check_test_set, measured, settle
 
 MINI, BIG = scales.mini(), scales.eight_b()
 SCALES = [MINI, scales.debug(), BIG, scales.eight_b("released")]
@@ -269,9 +269,9 @@ def test_a_run_writes_page_csv_and_figure(finished):
 def test_the_untouched_base_is_a_cell(tmp_path):
     """Measured once for all seeds; a page has no training figures of it."""
     arm, seeds = plans.base_arm(MINI), [0, 1]
-    (cell,) = cells_of(arm, arm.config, seeds)
+    (cell,) = cells_of(arm, arm.config, seeds, Contents())
     cells.run(tmp_path, cell, ("nelbo@10",), measures.TestSet(problems=6))
-    done = measured(arm, arm.config, seeds, tmp_path, None)
+    done = measured(arm, arm.config, seeds, tmp_path, Meters(tmp_path / "meters.json"))
     plan = dataclasses.replace(plans.equal_flops(MINI), arms=[arm])
     _, texts = report.table(report.Finished(plan, MINI, seeds, measures.TestSet(), [done]))
     assert texts[:3] == ["base", "-", "-"] and f"{done.values('nelbo@10')[0]:.4f}" in texts

@@ -1,19 +1,17 @@
 """Two processes train as one does, through the command line: DDP, FSDP2, uneven shares, idle
 processes, resume on another number of processes. One pair of processes runs all commands."""
 
-import contextlib
 import json
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tiny_ranks import arguments, environment, free_ports
 
 from bwsft import config as c
 from bwsft.cli import main
@@ -44,19 +42,6 @@ MORE = {
 RESUMED = ("ddp", "fsdp")
 
 
-def arguments(folder, tokenizer, data, flags, resume=False):
-    return [
-        "train", "debug", "--resume" if resume else "--out", str(folder), "--data", str(data),
-        "--tokenizer", str(tokenizer), "--dataset.template", "chat", "--dataset.holdout", "6",
-        "--dataset.cache-dir", str(folder.parent / "cache"), "--steps", "4", "--seed", "3",
-        "--block-size", "4", "--gen-length", "16", "--max-length", "40", "--batch-size", "8",
-        "--micro-batch-size", "2", "--save-every", "2", "--keep-last", "0", "--eval.every", "2",
-        "--eval.draws", "2", "--lora.rank", "0", "--lora.dropout", "0", "--optim.lr", "3e-3",
-        "--init.d-model", "32", "--init.n-layers", "2", "--init.n-heads", "2",
-        "--init.mlp-hidden-size", "64", "--device", "cpu", *flags,
-    ]  # fmt: skip
-
-
 def leave(source, target):
     """A copy of a run as it was after its second update, for every rank to go on with."""
     if os.environ["RANK"] == "0":
@@ -80,26 +65,15 @@ def rank_main(rank, size, port, file):
     return 0
 
 
-def free_ports(count):
-    """The first of `count` free ports, below those that the system gives to connections."""
-    while True:
-        first = random.randrange(10_000, 30_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-
-
 def launch(commands, folder, size):
     """Run the commands in `size` processes; returns what they said."""
     file = folder / f"commands-{size}.json"
     file.write_text(json.dumps(commands))
     port = str(free_ports(len(commands)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(size), port, str(file)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
         )
         for rank in range(size)
     ]  # fmt: skip

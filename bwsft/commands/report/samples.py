@@ -13,6 +13,7 @@ from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
 
 from bwsft import config as c
+from bwsft.checkpoints.contents import pinned
 from bwsft.checkpoints.generation_config import DecodingContract
 from bwsft.checkpoints.resolve import (
     Trained,
@@ -22,6 +23,7 @@ from bwsft.checkpoints.resolve import (
     plan_model,
     plan_tokenizer,
 )
+from bwsft.checkpoints.state import read_state
 from bwsft.commands.options import SampleOptions
 from bwsft.commands.report.slices import losses
 from bwsft.data.chat_template import METAMATH, Template
@@ -75,9 +77,10 @@ def asked(
     options: SampleOptions,
 ) -> Answered:
     """ask_models, for a run that has held-out examples. No two models are held at a time."""
-    tokenizer = load_tokenizer(plan_tokenizer(config))
+    named = config if checkpoint is None else pinned(config, read_state(checkpoint))
+    tokenizer = load_tokenizer(plan_tokenizer(named))
     template = Template(tokenizer, config.dataset.template, config.dataset.template_args)
-    plan = plan_model(config, tokenizer, run)
+    plan = plan_model(named, tokenizer, run)
     data = plan_data(config, tokenizer, plan.family)
     chosen = [int(i) for i in data.holdout_index[: options.samples]]
     prompts = [data.examples.prompt(i).tolist() for i in chosen]
