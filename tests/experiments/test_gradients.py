@@ -11,7 +11,7 @@ from jsonl import write as write_jsonl
 from bwsft import config as c
 from bwsft.data.word_problems import generate
 from bwsft.experiments import cells, dense_plans, gradients, measures, report, scales
-from bwsft.experiments.runner import cells_of, measured
+from bwsft.experiments.runner import Contents, Meters, cells_of, measured
 from bwsft.models.backbone import trainable
 from bwsft.training.trainer import train_step
 
@@ -73,10 +73,12 @@ def test_references_do_not_depend_on_the_objective():
     plan = dense_plans.gradients(scales.debug())
     by_name = {arm.name: gradients.references(arm.config) for arm in plan.arms}
     assert len({cells.digest(found["exact"]) for found in by_name.values()}) == 1
+    contents = Contents()
     own = {name: cells.digest(found["own"]) for name, found in by_name.items()}
     assert own["classical"] == own["exact"] != own["cached, k 4"]
     assert own["one copy"] == own["four copies, frozen"] != own["exact"]
-    assert len({cell.key for arm in plan.arms for cell in cells_of(arm, arm.config, [0])}) == 11
+    keys = {cell.key for arm in plan.arms for cell in cells_of(arm, arm.config, [0], contents)}
+    assert len(keys) == 11
 
 
 def test_a_page_of_gradients(few, tmp_path, monkeypatch):
@@ -87,11 +89,12 @@ def test_a_page_of_gradients(few, tmp_path, monkeypatch):
     arm = next(arm for arm in plan.arms if arm.name == "one copy, frozen")
     arm = dataclasses.replace(arm, config=dataclasses.replace(arm.config, **few))
     plan = dataclasses.replace(plan, arms=[arm])
-    (cell,) = cells_of(arm, arm.config, [0, 1])
+    (cell,) = cells_of(arm, arm.config, [0, 1], Contents())
     cells.run(tmp_path, cell, arm.measures, measures.TestSet())
     assert len(list(tmp_path.glob("reference-*.safetensors"))) == 2
-    done = measured(arm, arm.config, [0, 1], tmp_path, None)
+    done = measured(arm, arm.config, [0, 1], tmp_path, Meters(tmp_path / "meters.json", Contents()))
     finished = report.Finished(plan, scale, [0, 1], measures.TestSet(), [done])
+    (tmp_path / "page").mkdir()
     page = report.write(finished, tmp_path / "page")
     line = next(x for x in page.read_text().split("\n") if x.startswith("| one copy, frozen"))
     (found,) = csv.DictReader((tmp_path / "page/gradients.csv").open())
