@@ -10,8 +10,8 @@ from lib import steps
 
 TINY = "--size tiny --prompt 8 --gen 16 --block 4 --rank 2 --examples 2 --accumulate 2".split()
 CPU = torch.device("cpu")
-NAMES = ["naive", "exact", "cached_k1", "cached_k4", "block_causal",
-         "block_causal_pair", "block_causal_k4", "block_causal_pair_dense"]
+NAMES = ["naive", "exact", "exact_suffix", "exact_shared_k4", "cached_k1", "cached_k4",
+         "block_causal", "block_causal_pair", "block_causal_k4", "block_causal_pair_dense"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,8 @@ def test_last_line_and_file(capsys, tmp_path):
     per_step = {r["name"]: r["supervised_tokens_per_s"] * r["median_s"]
                 for r in modes["results"][:-1]}
     assert per_step == pytest.approx(
-        {"naive": 4, "exact": 4, "cached_k1": 4, "cached_k4": 16, "block_causal": 16,
-         "block_causal_pair": 32, "block_causal_k4": 64,
+        {"naive": 4, "exact": 4, "exact_suffix": 16, "exact_shared_k4": 16, "cached_k1": 4,
+         "cached_k4": 16, "block_causal": 16, "block_causal_pair": 32, "block_causal_k4": 64,
          "block_causal_pair_dense": 32})
     flops = {r["name"]: r["flops"] for r in padding["results"]}
     assert flops["naive"] > flops["exact_padded"] > flops["exact_fixed"] > flops["exact_packed"]
@@ -51,7 +51,7 @@ def test_flops_are_those_of_a_real_step(monkeypatch):
     """Counted with two and three hollow layers; here the model has five."""
     sizes = bench_step.shapes.SIZES
     monkeypatch.setitem(sizes, "tiny", dict(sizes["tiny"], n_layers=5))
-    args = bench_step.parse([*TINY, "--variants", *NAMES[:3], *NAMES[5:]])
+    args = bench_step.parse([*TINY, "--variants", *NAMES[:5], *NAMES[7:]])
     backbone = bench_step.models.random_backbone("tiny", torch.float32, CPU)
     bench_step.models.adapt(backbone, 2)
     for name, (mode, job) in bench_step.modes_of(args, 16).items():

@@ -1,5 +1,6 @@
 """Adaptive Parallel Decoding on tiny models: its facts, a slow decoder, and what it refuses."""
 
+import copy
 import dataclasses
 import random
 from contextlib import nullcontext
@@ -103,7 +104,8 @@ def test_tokens_are_those_of_a_slow_decoder(fields, shift):
         model, lm = model_of(seed, logit_shift=shift), causal_lm(seed)
         prompts = prompts_of(seed, (4, 1, 9))
         found = generate(
-            model, prompts, config, canvases=canvases, trace=True, verifier=new_verifier(lm)
+            model, prompts, config, canvases=canvases, trace=True,
+            verifier=new_verifier(copy.deepcopy(lm)),
         )
         for request, (prompt, canvas, result) in enumerate(
             zip(prompts, canvases, found, strict=True)
@@ -140,7 +142,7 @@ def test_without_the_model_it_is_sampling_from_the_verifier(temperature, kv_wind
         lm, prompts = causal_lm(seed, kind=Qwen2ForCausalLM, config=Qwen2Config), [[3, 4], [7]]
         results = generate(
             model_of(seed), prompts, config, requests=[6, 2**35], trace=True,
-            verifier=new_verifier(lm),
+            verifier=new_verifier(copy.deepcopy(lm)),
         )  # fmt: skip
         for prompt, request, result in zip(prompts, (6, 2**35), results, strict=True):
             text = list(prompt)
