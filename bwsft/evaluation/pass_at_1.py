@@ -20,9 +20,13 @@ from bwsft.evaluation.answer_files import Output, question_key
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling, same_value
 from bwsft.utils.files import write_atomic
 from bwsft.utils.identity import short
+from bwsft.utils.time_limit import time_limit
 
 if TYPE_CHECKING:  # scoring a file takes no torch
     from bwsft.decoding.result import Decode
+
+SECONDS = 20.0  # to read one output and compare its answer; the rules take linear time
+LONGEST_OUTPUT = 200_000  # characters of an output, from its end, in which an answer is looked for
 
 
 @dataclass(frozen=True)
@@ -166,40 +170,53 @@ def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None
     strict rule's are None.
 
     `verdict` says what decided: "spelling", "number" (exact values, units and bases),
-    "math-verify", or "failed" where math-verify gave up (counted as wrong).
+    "math-verify", or "failed" (counted as wrong): math-verify gave up, or reading the answer took
+    too long or raised.
     """
     records, samples = [], Counter()
     for output in outputs:
-        extract = scoring.extract_gsm8k if task == "gsm8k" else scoring.extract_math
-        strict = scoring.strict_gsm8k if task == "gsm8k" else scoring.strict_math
-        answer, rung = extract(output.text)
-        correct = strict_correct = verdict = None
-        if output.reference is not None:
-            correct, verdict = _compare(output, answer, task, verifier)
-            strict_correct = strict(output.text, output.reference)
         key = question_key(output.question)
-        records.append({
-            "question": output.question, "sample": samples[key], "output": output.text,
-            "extracted": answer, "reference": output.reference, "correct": correct,
-            "strict_correct": strict_correct, "rung": rung, "verdict": verdict,
-            "truncated": output.truncated, "tokens": output.tokens, "passes": output.passes})
+        records.append({"question": output.question, "sample": samples[key], "output": output.text,
+                        **_judged(output, task, verifier), "truncated": output.truncated,
+                        "tokens": output.tokens, "passes": output.passes})
         samples[key] += 1
     return records
 
 
-def _compare(
-    output: Output, answer: str | None, task: str, verifier: MathVerifier | None
-) -> tuple[bool, str]:
+def _judged(output: Output, task: str, verifier: MathVerifier | None) -> dict:
+    """What the rules say of an output; one that cannot be read costs itself alone."""
+    extract = scoring.extract_gsm8k if task == "gsm8k" else scoring.extract_math
+    strict = scoring.strict_gsm8k if task == "gsm8k" else scoring.strict_math
+    text, reference = output.text, output.reference
+    answer, rung, strict_correct, correct, verdict = None, "none", None, None, None
+    try:
+        with time_limit(SECONDS):
+            if reference is not None:
+                strict_correct = strict(text, reference)
+            answer, rung = extract(text[-LONGEST_OUTPUT:])
+            if reference is not None:
+                correct, verdict = _compare(reference, answer, task)
+        if reference is not None and verdict is None:
+            correct = verifier.equal(reference, answer)
+            verdict = "failed" if correct is None else "math-verify"
+    except Exception:  # a time limit, or a mistake of the rules
+        correct, verdict = None, None if reference is None else "failed"
+    if reference is not None:
+        correct, strict_correct = bool(correct), bool(strict_correct)
+    return {"extracted": answer, "reference": reference, "correct": correct,
+            "strict_correct": strict_correct, "rung": rung, "verdict": verdict}
+
+
+def _compare(reference: str, answer: str | None, task: str) -> tuple[bool | None, str | None]:
+    """The verdict and what decided; None where math-verify must."""
     if task == "gsm8k":
-        return scoring.numbers_equal(output.reference, answer), "number"
+        return scoring.numbers_equal(reference, answer), "number"
     if answer is None:
         return False, "spelling"
-    if same_spelling(output.reference, answer):
+    if same_spelling(reference, answer):
         return True, "spelling"
-    if (equal := same_value(output.reference, answer)) is not None:
-        return equal, "number"
-    equal = verifier.equal(output.reference, answer)
-    return bool(equal), "failed" if equal is None else "math-verify"
+    equal = same_value(reference, answer)
+    return equal, None if equal is None else "number"
 
 
 def _share(values: list) -> float | None:
