@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -44,8 +44,8 @@ def run_generate(options: GenerateOptions) -> int:
 
 
 def answer_all(
-    decoder: Decoder, prompts: list[list[int]], out: ResultFile | None, trace: ResultFile | None,
-    shown: bool,
+    decoder: Decoder, prompts: Sequence[Sequence[int]], out: ResultFile | None,
+    trace: ResultFile | None, shown: bool,
 ) -> None:  # fmt: skip
     """Decode the prompts that have no answer in `out` yet, into the files and the terminal."""
     done = len(out.lines) if out else 0
