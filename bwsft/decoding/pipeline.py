@@ -59,9 +59,10 @@ class AskedModel:
         tokenizer = load_tokenizer(tokenizer_place(*self.found, self.options.tokenizer))
         return identity_of(*self.found, tokenizer)
 
-    def decode(self, questions: Sequence[Prompt]) -> list[Decoded]:
-        """The answers to prompts, in order."""
-        return Decoder.load(self.found[0], self.options).decode(questions)
+    def decode(self, questions: Sequence[Prompt], skip: int = 0) -> Iterator[Decoded]:
+        """The answers to the prompts after the first `skip`, in order, as they come."""
+        decoder = Decoder.load(self.found[0], self.options)
+        return map(decoder.decoded, decoder.answers(decoder.encode(questions), skip))
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,10 @@ class Decoder:
 
     def decode(self, questions: Sequence[Prompt]) -> list[Decoded]:
         """The answers to prompts, in order."""
-        return [
-            Decoded(self.text(found.tokens), len(found.tokens), found.ended, found.passes)
-            for found in self.answers(self.encode(questions))
-        ]
+        return list(map(self.decoded, self.answers(self.encode(questions))))
+
+    def decoded(self, found: Generation) -> Decoded:
+        return Decoded(self.text(found.tokens), len(found.tokens), found.ended, found.passes)
 
     def hint(self) -> str | None:
         """What a user should know of the context mode, in a line."""

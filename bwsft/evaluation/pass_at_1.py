@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from bwsft.data.chat_template import Prompt
+from bwsft.decoding.result_file import ResultFile, result_file
 from bwsft.evaluation import answer_files as files
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_files import Output, question_key
@@ -64,10 +66,11 @@ def evaluate(
 ) -> dict:  # fmt: skip
     """Score outputs and write the files; returns the result (keys: `summarize`).
 
-    `decode` gets the questions in order and is needed with `model`; `identity` gives the digests of
-    its weights and tokenizer. A result is named by them, by the records and by the settings.
-    Mistakes of the user raise ValueError, FileNotFoundError or, for MATH without math-verify,
-    ImportError.
+    `decode` gets the questions in order and is needed with `model`: its answers are kept beside the
+    result as they come, until they are scored, and a call that was interrupted goes on with them.
+    `identity` gives the digests of its weights and tokenizer. A result is named by them, by the
+    records and by the settings. Mistakes of the user raise ValueError,
+    FileNotFoundError or, for MATH without math-verify, ImportError.
     """
     _check(options, decode)
     settings = {k: v for k, v in asdict(options).items() if k not in ("json", "save")}
@@ -81,11 +84,19 @@ def evaluate(
     with ExitStack() as stack:
         for path in filter(None, (save, options.json)):
             stack.enter_context(files.held(path, run, contents))
-        result, records = _scored(options, decode, read)
+        if options.model:
+            kept = save.with_suffix(".answers.jsonl")
+            questions = [asked for asked, _ in read.references.values()][: options.limit]
+            file = stack.enter_context(result_file(kept, resume=True))
+            answers = ResultFile(kept, file, run, questions, contents)
+            read = read._replace(outputs=_decoded(questions, decode, answers))
+        result, records = _scored(options, read)
         result = {**made, **result, "settings": settings, "saved": str(save)}
         write_atomic(save, "".join(json.dumps({**made, **record}) + "\n" for record in records))
         if options.json:
             write_atomic(options.json, json.dumps(result, indent=2) + "\n")
+        if options.model:
+            kept.unlink()
     return result
 
 
@@ -112,15 +123,11 @@ def _read(options: EvaluateOptions) -> _Read:
     return _Read(references, outputs[: options.limit], header, unused, contents)
 
 
-def _scored(
-    options: EvaluateOptions, decode: Decode | None, read: _Read
-) -> tuple[dict, list[dict]]:
-    """(the figures, a record per output) of outputs that were read or are decoded here."""
-    references, outputs = read.references, read.outputs
+def _scored(options: EvaluateOptions, read: _Read) -> tuple[dict, list[dict]]:
+    """(the figures, a record per output) of outputs."""
+    references = read.references
     with MathVerifier() if options.task == "math" else nullcontext() as verifier:
-        if options.model:
-            outputs = _decoded(references, options.limit, decode)
-        joined, conflicts = files.join(outputs, references)
+        joined, conflicts = files.join(read.outputs, references)
         if not any(output.reference for output in joined):
             raise ValueError(_nothing_joined(options, joined, read.unused))
         records = score(joined, options.task, verifier)
@@ -156,13 +163,19 @@ def _nothing_joined(options: EvaluateOptions, outputs: list[Output], unused: lis
     return f"{options.outputs} holds no references{other}: give --data FILE"
 
 
-def _decoded(references: dict, limit: int | None, decode: Decode) -> list[Output]:
-    questions = [question for question, _ in references.values()][:limit]
-    texts = decode(questions)
-    if len(texts) != len(questions):
-        raise ValueError(f"the decoder gave {len(texts)} texts for {len(questions)} questions")
-    return [Output(question, text, tokens=tokens, truncated=not ended, passes=passes)
-            for question, (text, tokens, ended, passes) in zip(questions, texts, strict=True)]
+def _decoded(questions: list[Prompt], decode: Decode, kept: ResultFile) -> list[Output]:
+    """The answers that are kept, and those of the other questions, each kept as it comes."""
+    names, done = ("output", "tokens", "truncated", "passes"), len(kept.lines)
+    rows = [[json.loads(line)[name] for name in names] for line in kept.lines]
+    if done < len(questions):
+        news = zip(range(done, len(questions)), decode(questions, done), strict=False)
+        for index, (text, tokens, ended, passes) in news:
+            rows.append([text, tokens, not ended, passes])
+            kept.append(index, dict(zip(names, rows[-1], strict=True)))
+    if len(rows) != len(questions):
+        raise ValueError(f"the decoder gave {len(rows)} texts for {len(questions)} questions")
+    return [Output(question, text, tokens=tokens, truncated=truncated, passes=passes)
+            for question, (text, tokens, truncated, passes) in zip(questions, rows, strict=True)]
 
 
 def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None) -> list[dict]:

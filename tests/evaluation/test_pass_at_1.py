@@ -122,7 +122,7 @@ def test_a_model_is_decoded_before_scoring(tmp_path):
                  {"question": "2+2?", "answer": "#### 4"}, {"question": "3+3?", "answer": "#### 6"})
     asked = []
 
-    def decode(questions):
+    def decode(questions, skip):
         asked.extend(questions)
         return [Decoded("The answer is: 2", 5, True, 4), Decoded("hm", 8, False, 6)]
 
