@@ -106,7 +106,7 @@ def trained_problem(device: torch.device, batch: int = 8) -> Problem:
 
     decoder = Decoder.load(None, DecoderOptions(device=device.type, dtype="float32"))
     questions = [record["query"] for record in word_problems(8 * batch, split="test")]
-    prompts = decoder.encode(questions)
+    prompts = [list(ids) for ids in decoder.encode(questions)]
     # The published decoder takes prompts of one length.
     groups = [[p for p in prompts if len(p) == n] for n in {len(p) for p in prompts}]
     chosen = max(groups, key=len)[:batch]
@@ -198,7 +198,7 @@ def hollow_step(problem: Problem, options: tuple | None):
         yield "decode"
         return
     config, weight = row.config(dict(options)), row.model.head()[0]
-    rows = make_rows(row.prompts, row.canvases, [0], row.model.family, config)
+    rows = list(make_rows(row.prompts, row.canvases, [0], row.model.family, config))
     canvas = Canvas.begin(rows, row.model.family, weight)
     with decoding(row.model, weight):
         context = DecodeContext.begin(row.model, config, canvas)

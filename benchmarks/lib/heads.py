@@ -79,7 +79,7 @@ def _trained_states(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     records = generate(tokens // 32)  # a problem and its answer take more than 32 tokens
     prompts = decoder.encode([record["query"] for record in records])
     answers = [decoder.trained.tokenizer.encode(record["response"]) for record in records]
-    ids = [torch.tensor(p + a) for p, a in zip(prompts, answers, strict=True)]
+    ids = [torch.tensor([*p, *a]) for p, a in zip(prompts, answers, strict=True)]
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
     spec = MaskSpec(tokens, backbone.family.mask_id, low=0.5, high=0.5)
     lengths = torch.tensor(list(map(len, prompts))), torch.tensor(list(map(len, answers)))

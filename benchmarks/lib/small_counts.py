@@ -58,7 +58,7 @@ def operators_per_step(
 ) -> list[int]:
     """Operators of every denoising step of one batch, the poll included. Rule quota."""
     family, weight = model.family, model.head()[0]
-    rows = make_rows(prompts, None, range(len(prompts)), family, config)
+    rows = list(make_rows(prompts, None, range(len(prompts)), family, config))
     canvas, counts = Canvas.begin(rows, family, weight), []
     with decoding(model, weight):
         context = DecodeContext.begin(model, config, canvas)

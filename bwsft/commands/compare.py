@@ -106,7 +106,7 @@ def check(options: CompareOptions) -> list[str]:
     return modes
 
 
-def measured(decoder: Decoder, prompts: list[list[int]]) -> tuple[list[Generation], dict]:
+def measured(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> tuple[list[Generation], dict]:
     """Decode all prompts; (generations, cost per answer)."""
     began = time.perf_counter()
     with flop_counter() as counter:

@@ -22,6 +22,7 @@ from bwsft.utils.files import write_atomic
 from bwsft.utils.lines import printable
 
 LARGEST = 100_000  # positions or steps of a trace
+LARGEST_PNG = 4096  # of a heat map: it has 2,400 pixels in a line
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
@@ -31,6 +32,12 @@ def run_trace(options: TraceOptions) -> int:
     if not 1 <= options.line <= len(records):
         raise ValueError(f"--line {options.line}: {options.file} has lines 1 to {len(records)}")
     record = checked(records[options.line - 1], f"{options.file}: line {options.line}")
+    steps = 1 + max(step for step, *_ in record["commits"])
+    if options.png and max(record["gen_length"], steps) > LARGEST_PNG:
+        raise ValueError(
+            f"--png draws up to {LARGEST_PNG:,} positions and steps, and line {options.line} has "
+            f"{record['gen_length']:,} positions and {steps:,} steps: leave it out"
+        )
     with claimed(options.png) if options.png else contextlib.nullcontext():
         show(record, Console(), options.png)
     return 0
@@ -131,8 +138,9 @@ def draw(record: dict) -> bytes:
     look = {"vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
     colors = colormaps["viridis"].with_extremes(bad="0.9")
     image = axes.imshow(rows, extent=corners, cmap=colors, **look)
-    for edge in block_edges(record["block_size"], record["gen_length"]):
-        axes.axvline(edge - 0.5, color="black", linewidth=0.8)
+    edges = [edge - 0.5 for edge in block_edges(record["block_size"], record["gen_length"])]
+    axes.autoscale(False)
+    axes.vlines(edges, *corners[2:], color="black", linewidth=0.8)
     axes.set_xlabel("response position (lines: blocks)")
     axes.set_ylabel("denoising step")
     axes.set_title(printable(record["question"][:80]), fontsize="small", parse_math=False)

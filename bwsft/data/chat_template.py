@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bwsft.data.records import Message, Record
-from bwsft.data.tokenizer import merged_end_ids, special_tokens, with_renamed_specials
+from bwsft.data.tokenizer import chunks, merged_end_ids, special_tokens, with_renamed_specials
 from bwsft.utils.config_check import assignments
 
 NAMES = ("metamath", "chat", "none")
@@ -234,17 +234,17 @@ class Template:
         plain = [text for text, marked in texts if not marked]
         marked = [text for text, marked in texts if marked]
         found: dict[tuple[str, bool], list[int]] = {}
-        if plain:
+        for some in chunks(plain, len):
             encoded = self.tokenizer(
-                plain, add_special_tokens=False, split_special_tokens=False,
+                some, add_special_tokens=False, split_special_tokens=False,
                 return_attention_mask=False, return_token_type_ids=False, verbose=False,
             )["input_ids"]  # fmt: skip
-            found |= {(text, False): ids for text, ids in zip(plain, encoded, strict=True)}
-        if marked:
-            if self._renamed is None:
-                self._renamed = with_renamed_specials(self.tokenizer, MARK)
-            encoded = self._renamed.encode_batch(marked, add_special_tokens=False)
-            found |= {(text, True): e.ids for text, e in zip(marked, encoded, strict=True)}
+            found |= {(text, False): ids for text, ids in zip(some, encoded, strict=True)}
+        if marked and self._renamed is None:
+            self._renamed = with_renamed_specials(self.tokenizer, MARK)
+        for some in chunks(marked, len):
+            encoded = self._renamed.encode_batch(some, add_special_tokens=False)
+            found |= {(text, True): e.ids for text, e in zip(some, encoded, strict=True)}
         return found
 
 

@@ -5,8 +5,8 @@ A cached set holds every well-formed record, so that tokenizing once serves ever
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ from tqdm import tqdm
 
 from bwsft.data import sources, token_cache
 from bwsft.data import tokenizer as tokenizer_module
-from bwsft.data.chat_template import Template
+from bwsft.data.chat_template import Prepared, Template
 from bwsft.data.examples import TURN_BIT, DataOptions, ExampleReader
 from bwsft.data.packing import CanvasLayout, Example
 from bwsft.utils import lines, strict_json
 from bwsft.utils.files import cache_folder
 
-CHUNK = 1024  # records per call of the tokenizer
 ARRAYS = {
     "tokens": np.int32,
     "prompt_lengths": np.int64,
@@ -143,24 +142,32 @@ def _tokenize(
 ) -> tuple[dict, dict]:
     """(arrays of all well-formed records, what became of the others)."""
     reader = ExampleReader(template, options)
-    chunks, count = [], 0
-    rows = enumerate(source.rows())
+    count = 0
+
+    def ready(bar: tqdm) -> Iterator[tuple[int, Prepared]]:
+        nonlocal count
+        for number, row in enumerate(source.rows()):
+            yield from reader.examples(number, *row)
+            count += 1
+            bar.update()
+
+    def characters(item: tuple[int, Prepared]) -> int:
+        return len(item[1].prompt) + len(item[1].response)
+
+    parts = [_flatten([], [])]
     with tqdm(total=source.total, desc="tokenizing", unit=" records", disable=None) as bar:
-        while chunk := list(islice(rows, CHUNK)):
-            ready = [pair for number, row in chunk for pair in reader.examples(number, *row)]
-            ids = [sample_id for sample_id, _ in ready]
-            chunks.append(_flatten(template.tokenize([text for _, text in ready]), ids))
-            count += len(chunk)
-            bar.update(len(chunk))
+        for chunk in tokenizer_module.chunks(ready(bar), characters):
+            ids, texts = zip(*chunk, strict=True)
+            parts.append(_flatten(template.tokenize(texts), ids))
     if not count:
         raise ValueError(f"there are no records in {source.name}")
-    columns = zip(*chunks, strict=True)
+    columns = zip(*parts, strict=True)
     arrays = {name: np.concatenate(c) for name, c in zip(ARRAYS, columns, strict=True)}
     facts = reader.facts() | {"records": count}
     return arrays, facts | {"digest": token_cache.content_digest(arrays)}
 
 
-def _flatten(encoded: list[tuple[list, list]], sample_ids: list[int]) -> list[np.ndarray]:
+def _flatten(encoded: list[tuple[list, list]], sample_ids: Sequence[int]) -> list[np.ndarray]:
     flat = [i for prompt, response in encoded for i in (*prompt, *response)]
     lengths = [[len(pair[side]) for pair in encoded] for side in (0, 1)]
     columns = (flat, *lengths, sample_ids)

@@ -7,13 +7,16 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bwsft.utils import hub, identity
 from bwsft.utils.strict_json import check_regular
 
+T = TypeVar("T")
+CHUNK = 1024  # texts, and characters
+CHARACTERS = 1 << 20  # of them together, in one call: a token takes some 200 bytes there
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -103,6 +106,21 @@ def special_tokens(tokenizer: Any) -> dict[str, tuple[int, bool, bool]]:
     """Special token string -> (id, swallows blanks before it, after it)."""
     added = tokenizer.added_tokens_decoder.items()
     return {t.content: (i, t.lstrip, t.rstrip) for i, t in added if t.special}
+
+
+def chunks(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in lists as one call of a tokenizer takes them; one that is longer comes alone."""
+    chunk: list[T] = []
+    held = 0
+    for item in items:
+        size = characters(item)
+        if chunk and (len(chunk) >= CHUNK or held + size > CHARACTERS):
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(item)
+        held += size
+    if chunk:
+        yield chunk
 
 
 def with_renamed_specials(tokenizer: Any, mark: str) -> Any:

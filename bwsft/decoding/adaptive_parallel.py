@@ -13,7 +13,7 @@ S sequences, B slots of the windows, N masked slots, D hidden size.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -153,7 +153,7 @@ class AdaptiveParallel(Rule):
             raise ValueError("rule apd mixes the logits of two models already: leave cfg_scale out")
 
     def check_verifier(
-        self, verifier: Verifier | None, rows: Sequence[Row], model: Backbone
+        self, verifier: Verifier | None, rows: Iterable[Row], model: Backbone
     ) -> None:
         if not self.needs_verifier:
             return

@@ -11,6 +11,7 @@ T packed tokens, S sequences, B block size, N slots that are projected to logits
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,14 +70,15 @@ def decode_stream(
 ) -> Iterator[tuple[int, Generation]]:
     """As `generate`, but yields (index of the prompt, Generation) as responses finish.
 
-    Batches are taken in the order given. Bad input raises here, not at the first result.
+    Batches are taken in the order given and planned one by one. Bad input raises here, not at the
+    first result.
     """
     config = config or DecodeConfig()
     requests = range(len(prompts)) if requests is None else requests
-    rows = make_rows(prompts, canvases, requests, model.family, config)
-    config.method.check_verifier(verifier, rows, model)
-    size = config.batch_size
-    batches = (rows[start : start + size] for start in range(0, len(rows), size))
+    asked = (prompts, canvases, requests, model.family, config)
+    config.method.check_verifier(verifier, make_rows(*asked), model)
+    rows = make_rows(*asked)
+    batches = iter(lambda: list(itertools.islice(rows, config.batch_size)), [])
     options = (config, trace, on_commit, verifier)
     return (result for batch in batches for result in fill(model, batch, *options))
 

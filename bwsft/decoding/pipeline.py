@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import sys
+from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from bwsft.checkpoints.resolve import (
     tokenizer_place,
 )
 from bwsft.data.chat_template import Prompt, Template
-from bwsft.data.tokenizer import load_tokenizer
+from bwsft.data.tokenizer import chunks, load_tokenizer
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import decode_stream
 from bwsft.decoding.request import check_request
@@ -58,9 +59,10 @@ class AskedModel:
         tokenizer = load_tokenizer(tokenizer_place(*self.found, self.options.tokenizer))
         return identity_of(*self.found, tokenizer)
 
-    def decode(self, questions: Sequence[Prompt]) -> list[Decoded]:
-        """The answers to prompts, in order."""
-        return Decoder.load(self.found[0], self.options).decode(questions)
+    def decode(self, questions: Sequence[Prompt], skip: int = 0) -> Iterator[Decoded]:
+        """The answers to the prompts after the first `skip`, in order, as they come."""
+        decoder = Decoder.load(self.found[0], self.options)
+        return map(decoder.decoded, decoder.answers(decoder.encode(questions), skip))
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,10 @@ class Decoder:
 
     def decode(self, questions: Sequence[Prompt]) -> list[Decoded]:
         """The answers to prompts, in order."""
-        return [
-            Decoded(self.text(found.tokens), len(found.tokens), found.ended, found.passes)
-            for found in self.answers(self.encode(questions))
-        ]
+        return list(map(self.decoded, self.answers(self.encode(questions))))
+
+    def decoded(self, found: Generation) -> Decoded:
+        return Decoded(self.text(found.tokens), len(found.tokens), found.ended, found.passes)
 
     def hint(self) -> str | None:
         """What a user should know of the context mode, in a line."""
@@ -143,16 +145,22 @@ class Decoder:
             return None
         return f"the model was trained with --context {trained} and decodes with {chosen}"
 
-    def encode(self, questions: Sequence[Prompt]) -> list[list[int]]:
-        """Token ids of the prompts (texts, or turns of a conversation); ValueError for one that the
-        model cannot take."""
-        prompts = self.template.encode_prompts(questions)
+    def encode(self, questions: Sequence[Prompt]) -> list[Sequence[int]]:
+        """Token ids of the prompts (texts, or turns of a conversation), in 4 bytes each; ValueError
+        for one that the model cannot take."""
+
+        def characters(asked: Prompt) -> int:
+            return len(asked) if isinstance(asked, str) else sum(len(t["content"]) for t in asked)
+
+        prompts: list[Sequence[int]] = []
+        for some in chunks(questions, characters):
+            prompts += [array("i", ids) for ids in self.template.encode_prompts(some)]
         family = self.trained.backbone.family
         check_request(prompts, range(len(prompts)), family, self.config)
         return prompts
 
     def answers(
-        self, prompts: list[list[int]], skip: int = 0, trace: bool = False
+        self, prompts: Sequence[Sequence[int]], skip: int = 0, trace: bool = False
     ) -> Iterator[Generation]:
         """Decode the prompts after the first `skip`, in order, with a progress bar. ValueError if
         the model produces NaN."""

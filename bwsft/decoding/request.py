@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bwsft.decoding.canvas import Row
 from bwsft.decoding.config import DecodeConfig
@@ -19,19 +19,24 @@ def make_rows(
     requests: Sequence[int],
     family: Family,
     config: DecodeConfig,
-) -> list[Row]:
-    """Checked and planned rows, one per prompt."""
+) -> Iterator[Row]:
+    """Planned rows, one per prompt; the checks are made here, each plan when its row is taken: it
+    may need a hundred times the memory of its prompt."""
     check_request(prompts, requests, family, config)
     canvases = [None] * len(prompts) if canvases is None else canvases
     if len(canvases) != len(prompts):
         raise ValueError(f"{len(canvases)} canvases for {len(prompts)} prompts")
-    rows = []
-    for i, (prompt, canvas) in enumerate(zip(prompts, canvases, strict=True)):
-        response = response_of(canvas or (), i, family, config)
+    for i, canvas in enumerate(canvases):
+        if canvas is not None:
+            response_of(canvas, i, family, config)
+
+    def row(i: int) -> Row:
+        response = response_of(canvases[i] or (), i, family, config)
         given = [p for p, token in enumerate(response) if token != family.mask_id]
-        plan = config.method.plan(len(prompt), family.block_origin, given, requests[i])
-        rows.append(Row(i, requests[i], [int(token) for token in prompt], response, plan))
-    return rows
+        plan = config.method.plan(len(prompts[i]), family.block_origin, given, requests[i])
+        return Row(i, requests[i], [int(token) for token in prompts[i]], response, plan)
+
+    return map(row, range(len(prompts)))
 
 
 def response_of(canvas: Given, i: int, family: Family, config: DecodeConfig) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,7 +61,8 @@ class Decoded(NamedTuple):
     passes: int | None = None
 
 
-Decode = Callable[[list[str]], Sequence[Decoded]]  # from questions to answers, in order
+# From questions to the answers after the first so many, in order.
+Decode = Callable[[Sequence[str], int], Iterable[Decoded]]
 OnCommit = Callable[[int, list[Commit]], None]
 
 

@@ -12,7 +12,7 @@ S sequences, B slots of an active block, N slots that are projected to logits, D
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -79,7 +79,7 @@ class Rule:
             raise ValueError(f"rule {self.name} goes by {self.own_order}: leave order out")
 
     def check_verifier(
-        self, verifier: Verifier | None, rows: Sequence[Row], model: Backbone
+        self, verifier: Verifier | None, rows: Iterable[Row], model: Backbone
     ) -> None:
         """ValueError for a verifier that is missing, not wanted, or does not fit."""
         if verifier is not None:

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import threading
+from fractions import Fraction
 
 from bwsft.evaluation.answer_parts import Parts, take_apart
 from bwsft.evaluation.math_verify_child import ROUNDED
@@ -22,7 +23,7 @@ from bwsft.evaluation.numerals import DAMAGED, MASK, format_number, whole_number
 
 HARD_SECONDS = 20.0  # two parses and a comparison, each at its own limit, plus margin
 START_SECONDS = 120.0  # importing sympy takes 1-3 s, much more on a busy disk
-LONGEST = 2000  # characters of an answer; no reference of MATH has a tenth of them
+LONGEST = 2000  # characters of an answer or a reference; none of MATH has a tenth of them
 
 _WORDS = r"\\(?:text|textbf|textrm|textit|mbox|mathrm|mathbf|hbox)\s*\{([^{}]*)\}"
 _REWRITES = [(re.compile(pattern), by) for pattern, by in (
@@ -81,7 +82,9 @@ def _comparable(reference: str, answer: str) -> tuple[Parts, Parts] | None:
     against a point, or "3, 500" against 3500. A unit or base that the reference names may be
     missing: the question asked for it. A base that only the answer names must be 10.
     """
-    if MASK in answer or DAMAGED in answer or not answer.strip() or len(answer) > LONGEST:
+    if MASK in answer or DAMAGED in answer or not answer.strip():
+        return None
+    if max(len(reference), len(answer)) > LONGEST:  # the rules below may take quadratic time
         return None
     unknowns = re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", reference))
     gold, guess = take_apart(reference, False), take_apart(answer, letters=not unknowns)
@@ -133,7 +136,8 @@ def same_value(reference: str, answer: str) -> bool | None:
     gold, guess = values
     if gold == guess or (percent[0] != percent[1] and gold in (100 * guess, guess / 100)):
         return True
-    if abs(gold - guess) <= ROUNDED * abs(gold) and any("/" in format_number(v) for v in values):
+    near = abs(gold - guess) <= Fraction(ROUNDED) * abs(gold)  # a float holds no 1e400
+    if near and any("/" in format_number(v) for v in values):
         return None
     return False
 
@@ -169,7 +173,10 @@ class MathVerifier:
         if (known := same_value(reference, answer)) is not None:
             return known
         if self.child is None or self.child.poll() is not None:
-            self._start()
+            try:
+                self._start()
+            except RuntimeError:  # as for an answer that it cannot take: the next one tries again
+                return None
         bodies = [part.body for part in _comparable(reference, answer)]
         reply = self._ask(json.dumps(bodies), self.seconds)
         if reply is None:

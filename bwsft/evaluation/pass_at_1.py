@@ -14,15 +14,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from bwsft.data.chat_template import Prompt
+from bwsft.decoding.result_file import ResultFile, result_file
 from bwsft.evaluation import answer_files as files
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_files import Output, question_key
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling, same_value
 from bwsft.utils.files import write_atomic
 from bwsft.utils.identity import short
+from bwsft.utils.time_limit import time_limit
 
 if TYPE_CHECKING:  # scoring a file takes no torch
     from bwsft.decoding.result import Decode
+
+SECONDS = 20.0  # to read one output and compare its answer; the rules take linear time
+LONGEST_OUTPUT = 200_000  # characters of an output, from its end, in which an answer is looked for
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,11 @@ def evaluate(
 ) -> dict:  # fmt: skip
     """Score outputs and write the files; returns the result (keys: `summarize`).
 
-    `decode` gets the questions in order and is needed with `model`; `identity` gives the digests of
-    its weights and tokenizer. A result is named by them, by the records and by the settings.
-    Mistakes of the user raise ValueError, FileNotFoundError or, for MATH without math-verify,
-    ImportError.
+    `decode` gets the questions in order and is needed with `model`: its answers are kept beside the
+    result as they come, until they are scored, and a call that was interrupted goes on with them.
+    `identity` gives the digests of its weights and tokenizer. A result is named by them, by the
+    records and by the settings. Mistakes of the user raise ValueError,
+    FileNotFoundError or, for MATH without math-verify, ImportError.
     """
     _check(options, decode)
     settings = {k: v for k, v in asdict(options).items() if k not in ("json", "save")}
@@ -77,11 +84,19 @@ def evaluate(
     with ExitStack() as stack:
         for path in filter(None, (save, options.json)):
             stack.enter_context(files.held(path, run, contents))
-        result, records = _scored(options, decode, read)
+        if options.model:
+            kept = save.with_suffix(".answers.jsonl")
+            questions = [asked for asked, _ in read.references.values()][: options.limit]
+            file = stack.enter_context(result_file(kept, resume=True))
+            answers = ResultFile(kept, file, run, questions, contents)
+            read = read._replace(outputs=_decoded(questions, decode, answers))
+        result, records = _scored(options, read)
         result = {**made, **result, "settings": settings, "saved": str(save)}
         write_atomic(save, "".join(json.dumps({**made, **record}) + "\n" for record in records))
         if options.json:
             write_atomic(options.json, json.dumps(result, indent=2) + "\n")
+        if options.model:
+            kept.unlink()
     return result
 
 
@@ -108,15 +123,11 @@ def _read(options: EvaluateOptions) -> _Read:
     return _Read(references, outputs[: options.limit], header, unused, contents)
 
 
-def _scored(
-    options: EvaluateOptions, decode: Decode | None, read: _Read
-) -> tuple[dict, list[dict]]:
-    """(the figures, a record per output) of outputs that were read or are decoded here."""
-    references, outputs = read.references, read.outputs
+def _scored(options: EvaluateOptions, read: _Read) -> tuple[dict, list[dict]]:
+    """(the figures, a record per output) of outputs."""
+    references = read.references
     with MathVerifier() if options.task == "math" else nullcontext() as verifier:
-        if options.model:
-            outputs = _decoded(references, options.limit, decode)
-        joined, conflicts = files.join(outputs, references)
+        joined, conflicts = files.join(read.outputs, references)
         if not any(output.reference for output in joined):
             raise ValueError(_nothing_joined(options, joined, read.unused))
         records = score(joined, options.task, verifier)
@@ -152,13 +163,19 @@ def _nothing_joined(options: EvaluateOptions, outputs: list[Output], unused: lis
     return f"{options.outputs} holds no references{other}: give --data FILE"
 
 
-def _decoded(references: dict, limit: int | None, decode: Decode) -> list[Output]:
-    questions = [question for question, _ in references.values()][:limit]
-    texts = decode(questions)
-    if len(texts) != len(questions):
-        raise ValueError(f"the decoder gave {len(texts)} texts for {len(questions)} questions")
-    return [Output(question, text, tokens=tokens, truncated=not ended, passes=passes)
-            for question, (text, tokens, ended, passes) in zip(questions, texts, strict=True)]
+def _decoded(questions: list[Prompt], decode: Decode, kept: ResultFile) -> list[Output]:
+    """The answers that are kept, and those of the other questions, each kept as it comes."""
+    names, done = ("output", "tokens", "truncated", "passes"), len(kept.lines)
+    rows = [[json.loads(line)[name] for name in names] for line in kept.lines]
+    if done < len(questions):
+        news = zip(range(done, len(questions)), decode(questions, done), strict=False)
+        for index, (text, tokens, ended, passes) in news:
+            rows.append([text, tokens, not ended, passes])
+            kept.append(index, dict(zip(names, rows[-1], strict=True)))
+    if len(rows) != len(questions):
+        raise ValueError(f"the decoder gave {len(rows)} texts for {len(questions)} questions")
+    return [Output(question, text, tokens=tokens, truncated=truncated, passes=passes)
+            for question, (text, tokens, truncated, passes) in zip(questions, rows, strict=True)]
 
 
 def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None) -> list[dict]:
@@ -166,40 +183,53 @@ def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None
     strict rule's are None.
 
     `verdict` says what decided: "spelling", "number" (exact values, units and bases),
-    "math-verify", or "failed" where math-verify gave up (counted as wrong).
+    "math-verify", or "failed" (counted as wrong): math-verify gave up, or reading the answer took
+    too long or raised.
     """
     records, samples = [], Counter()
     for output in outputs:
-        extract = scoring.extract_gsm8k if task == "gsm8k" else scoring.extract_math
-        strict = scoring.strict_gsm8k if task == "gsm8k" else scoring.strict_math
-        answer, rung = extract(output.text)
-        correct = strict_correct = verdict = None
-        if output.reference is not None:
-            correct, verdict = _compare(output, answer, task, verifier)
-            strict_correct = strict(output.text, output.reference)
         key = question_key(output.question)
-        records.append({
-            "question": output.question, "sample": samples[key], "output": output.text,
-            "extracted": answer, "reference": output.reference, "correct": correct,
-            "strict_correct": strict_correct, "rung": rung, "verdict": verdict,
-            "truncated": output.truncated, "tokens": output.tokens, "passes": output.passes})
+        records.append({"question": output.question, "sample": samples[key], "output": output.text,
+                        **_judged(output, task, verifier), "truncated": output.truncated,
+                        "tokens": output.tokens, "passes": output.passes})
         samples[key] += 1
     return records
 
 
-def _compare(
-    output: Output, answer: str | None, task: str, verifier: MathVerifier | None
-) -> tuple[bool, str]:
+def _judged(output: Output, task: str, verifier: MathVerifier | None) -> dict:
+    """What the rules say of an output; one that cannot be read costs itself alone."""
+    extract = scoring.extract_gsm8k if task == "gsm8k" else scoring.extract_math
+    strict = scoring.strict_gsm8k if task == "gsm8k" else scoring.strict_math
+    text, reference = output.text, output.reference
+    answer, rung, strict_correct, correct, verdict = None, "none", None, None, None
+    try:
+        with time_limit(SECONDS):
+            if reference is not None:
+                strict_correct = strict(text, reference)
+            answer, rung = extract(text[-LONGEST_OUTPUT:])
+            if reference is not None:
+                correct, verdict = _compare(reference, answer, task)
+        if reference is not None and verdict is None:
+            correct = verifier.equal(reference, answer)
+            verdict = "failed" if correct is None else "math-verify"
+    except Exception:  # a time limit, or a mistake of the rules
+        correct, verdict = None, None if reference is None else "failed"
+    if reference is not None:
+        correct, strict_correct = bool(correct), bool(strict_correct)
+    return {"extracted": answer, "reference": reference, "correct": correct,
+            "strict_correct": strict_correct, "rung": rung, "verdict": verdict}
+
+
+def _compare(reference: str, answer: str | None, task: str) -> tuple[bool | None, str | None]:
+    """The verdict and what decided; None where math-verify must."""
     if task == "gsm8k":
-        return scoring.numbers_equal(output.reference, answer), "number"
+        return scoring.numbers_equal(reference, answer), "number"
     if answer is None:
         return False, "spelling"
-    if same_spelling(output.reference, answer):
+    if same_spelling(reference, answer):
         return True, "spelling"
-    if (equal := same_value(output.reference, answer)) is not None:
-        return equal, "number"
-    equal = verifier.equal(output.reference, answer)
-    return bool(equal), "failed" if equal is None else "math-verify"
+    equal = same_value(reference, answer)
+    return equal, None if equal is None else "number"
 
 
 def _share(values: list) -> float | None:

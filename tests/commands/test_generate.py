@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bwsft import config as c
 from bwsft.checkpoints.folders import save_checkpoint
-from bwsft.checkpoints.resolve import load_trained
+from bwsft.checkpoints.resolve import TINY, load_trained
 from bwsft.cli import main
 from bwsft.commands import generate as infer
 from bwsft.commands.generate import run_generate
@@ -500,7 +500,7 @@ def test_evaluate_decodes_with_it(run_folder, tmp_path, monkeypatch):
 
 
 def test_the_embedded_base_answers(capsys):
-    if not (infer.Path(infer.__file__).parent / "tiny" / "config.json").exists():
+    if not (TINY / "config.json").exists():
         pytest.skip("no embedded base in this checkout")
     assert run_generate(GenerateOptions(prompt="Ann has 3 pens and buys 4 pens. How many?")) == 0
     assert capsys.readouterr().out.strip()

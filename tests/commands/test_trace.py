@@ -75,6 +75,14 @@ def test_a_png_overwrites_nothing(file, tmp_path, capsys):
     assert mine.read_text() == "years"
 
 
+@pytest.mark.parametrize("size", [{"gen_length": 4097}, {"commits": [[4096, 0, 7, 0.5]]}])
+def test_a_png_of_more_than_it_can_show_is_refused(tmp_path, capsys, size):
+    path = jsonl.write(tmp_path / "t.jsonl", {**RECORD, **size})
+    assert main(["trace", str(path), "--png", str(tmp_path / "t.png")]) == 2
+    assert "--png draws up to 4,096 positions and steps, and line 1" in capsys.readouterr().err
+    assert not (tmp_path / "t.png").exists()
+
+
 @pytest.mark.parametrize("changes", [
     {"commits": []}, {"commits": [[0, 6, 7, 0.5]]}, {"commits": [[0, 1, 3, 0.5]]},
     {"commits": [[0, 1, 7]]}, {"tokens": None}, {"block_size": 0}, {"gen_length": "x"},

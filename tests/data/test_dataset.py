@@ -3,14 +3,16 @@
 import copy
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from jsonl import write
 from tiny_tokenizer import byte_tokenizer
 
+from bwsft.data import chat_template, token_cache
 from bwsft.data import dataset as data
-from bwsft.data import token_cache
+from bwsft.data import tokenizer as tokenizer_module
 from bwsft.data.dataset import canvas_lengths, load_set
 from bwsft.data.examples import DataOptions
 from bwsft.data.packing import CanvasLayout, pack
@@ -353,11 +355,34 @@ def test_default_cache_folder(tokenizer, source, tmp_path, monkeypatch):
     assert len(list((tmp_path / "home" / ".cache" / "bwsft").iterdir())) == 1
 
 
-def test_chunks_join_seamlessly(tokenizer, monkeypatch):
+@pytest.mark.parametrize("limits", [{"CHUNK": 3}, {"CHARACTERS": 8}])
+def test_chunks_join_seamlessly(tokenizer, monkeypatch, limits):
     rows = records(*((f"q{i}", f"r{i}") for i in range(10)), ("", "dropped"), ("z", "z"))
     whole = load_set(rows, tokenizer, PLAIN)
-    monkeypatch.setattr(data, "CHUNK", 3)
+    for name, limit in limits.items():
+        monkeypatch.setattr(tokenizer_module, name, limit)
     parts = load_set(rows, tokenizer, PLAIN)
     assert tokens_of(whole) == tokens_of(parts)
     assert parts.sample_ids.tolist() == [*range(10), 11]
     assert whole.fingerprint == parts.fingerprint
+
+
+@pytest.mark.parametrize("special", ["", "<|eos|>"])
+def test_a_call_of_the_tokenizer_is_bounded_by_characters(tokenizer, monkeypatch, special):
+    rows = records(*((f"q{i}", "r" * 700 + special) for i in range(6)), ("q", "r" * 3000 + special))
+    calls, kind, renamed = [], type(tokenizer), chat_template.with_renamed_specials
+
+    def spied(call):
+        return lambda *args, **options: calls.append(args[-1]) or call(*args, **options)
+
+    def spied_backend(*args):
+        return SimpleNamespace(encode_batch=spied(renamed(*args).encode_batch))
+
+    monkeypatch.setattr(kind, "__call__", spied(kind.__call__))
+    monkeypatch.setattr(chat_template, "with_renamed_specials", spied_backend)
+    monkeypatch.setattr(tokenizer_module, "CHARACTERS", 2000)
+    options = dataclasses.replace(PLAIN, max_length=10_000)
+    assert len(load_set(rows, tokenizer, options)) == 7
+    calls = [texts for texts in calls if isinstance(texts, list)]
+    assert all(sum(map(len, texts)) <= 2000 or len(texts) == 1 for texts in calls)
+    assert max(map(len, calls)) > 1

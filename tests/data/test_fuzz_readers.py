@@ -14,10 +14,10 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints import folders as k
 from bwsft.checkpoints.state import read_state
-from bwsft.commands.generate import ResultFile, result_file
 from bwsft.data import token_cache
 from bwsft.data.dataset import load_set
 from bwsft.data.tokenizer import load_tokenizer
+from bwsft.decoding.result_file import ResultFile, result_file
 from bwsft.evaluation.answer_files import read_outputs, read_references
 from bwsft.models.adapter_config import read_adapter_config
 from bwsft.training.metrics import JsonLog, plot_run

@@ -330,7 +330,7 @@ def test_no_rule_reads_back_from_the_device(fields, monkeypatch):
     monkeypatch.setattr("bwsft_kernels.philox.require", lambda condition, message: None)
     model = Biased([0.9, 0.0, 5.0])
     config = DecodeConfig(8, 4, temperature=1.0, **fields)
-    rows = make_rows([[0], [0] * 3], None, [0, 1], model.family, config)
+    rows = list(make_rows([[0], [0] * 3], None, [0, 1], model.family, config))
     canvas = Canvas.begin(rows, model.family, model.weight)
     context = config.method.context_type.begin(model, config, canvas)
     with Reads() as reads:
@@ -437,6 +437,27 @@ def test_bad_requests_are_refused_at_once(prompts, options, message):
     config = DecodeConfig(16, 4, **options)
     with pytest.raises(ValueError, match=message):
         decode_stream(model_of(), prompts, config)
+
+
+@pytest.mark.parametrize("canvases, message", [
+    ([None], "1 canvases for 2 prompts"), ([None, [99]], "canvas 1 gives 99 at position 0"),
+    ([None, [4] * 17], "canvas 1 must be a list")])
+def test_bad_canvases_are_refused_at_once(canvases, message):
+    with pytest.raises(ValueError, match=message):
+        decode_stream(model_of(), [[3], [4]], DecodeConfig(16, 4), canvases=canvases)
+
+
+def test_prompts_are_planned_batch_by_batch(monkeypatch):
+    config, planned = DecodeConfig(8, 4, batch_size=2), []
+    kind = type(config.method)
+    plan = kind.plan
+    monkeypatch.setattr(kind, "plan", lambda *args: planned.append(args) or plan(*args))
+    stream = decode_stream(model_of(), [[3], [4], [5], [6], [7]], config)
+    assert len(planned) == 0
+    next(stream)
+    assert len(planned) == 2
+    assert len(dict(stream)) == 4
+    assert len(planned) == 5
 
 
 def test_request_numbers_and_empty_prompts():

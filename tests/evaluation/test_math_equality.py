@@ -123,6 +123,15 @@ def test_spellings(reference, answer, equal):
     assert same_spelling(reference, answer) is equal
 
 
+@pytest.mark.parametrize("reference, answer", [
+    ("#### 5" + " " * 32_000 + "!", "5"), ("5" + "\\," * 32_000 + "!", "5"), ("1e400", "5"),
+    ("1\\%", "10^{999}"), ("9" * 4301, "5"), ("5", "9" * 4301), ("5", "\\overline{9}" * 2000)])
+def test_the_longest_and_largest_cost_no_more_than_a_verdict(reference, answer):
+    # What is quadratic in a long reference needs more than the time that a test may take.
+    assert not same_spelling(reference, answer)
+    assert not same_value(reference, answer)
+
+
 @pytest.mark.parametrize("reference, answer, equal", [
     ("\\frac{37}{5}", "7 2/5", True),
     ("7", "7 2/5", False),

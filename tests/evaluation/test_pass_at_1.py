@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,11 @@ from jsonl import read
 from jsonl import write as lines
 
 from bwsft.decoding.result import Decoded
-from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
+from bwsft.evaluation import answers as scoring
+from bwsft.evaluation import pass_at_1
+from bwsft.evaluation.answer_files import Output
+from bwsft.evaluation.answers import Extraction
+from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate, score
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
 needs_data = pytest.mark.skipif(not DATA, reason="set BWSFT_DATA_DIR to the test data")
@@ -116,7 +122,7 @@ def test_a_model_is_decoded_before_scoring(tmp_path):
                  {"question": "2+2?", "answer": "#### 4"}, {"question": "3+3?", "answer": "#### 6"})
     asked = []
 
-    def decode(questions):
+    def decode(questions, skip):
         asked.extend(questions)
         return [Decoded("The answer is: 2", 5, True, 4), Decoded("hm", 8, False, 6)]
 
@@ -204,6 +210,32 @@ def test_math_counts_what_decided_and_survives_a_dead_verifier(tmp_path, monkeyp
         "spelling", "number", "spelling", "failed", "spelling"]
     assert [row["strict_correct"] for row in rows(result)] == [False, False, True, False, False]
     assert result["verify_failures"] == 1
+
+
+def _never_ends(text):
+    while "x" in text:
+        re.fullmatch("(x+x+)+y", "x" * 26)  # inside one match no other thread can end it
+    return Extraction("5", "boxed")
+
+
+def _raises(text):
+    raise RecursionError
+
+
+@pytest.mark.parametrize("extract", [_never_ends, _raises, lambda text: Extraction(text, "tag")])
+def test_an_odd_output_costs_itself_alone(monkeypatch, extract):
+    monkeypatch.setattr(pass_at_1, "SECONDS", 0.2)
+    real = scoring.extract_gsm8k
+    monkeypatch.setattr(scoring, "extract_gsm8k", lambda t: (extract if "x" in t else real)(t))
+    handler = signal.getsignal(signal.SIGALRM)
+    outputs = [Output("A", "x" * 300_000, "5"), Output("B", "5", "5"), Output("C", "x 5")]
+    first, second, third = score(outputs, "gsm8k")
+    assert [first["correct"], second["correct"], third["correct"]] == [False, True, None]
+    if extract in (_never_ends, _raises):
+        assert (first["verdict"], first["rung"], third["verdict"]) == ("failed", "none", None)
+    else:
+        assert len(first["extracted"]) == pass_at_1.LONGEST_OUTPUT
+    assert signal.getsignal(signal.SIGALRM) == handler
 
 
 @needs_data
