@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # it needs transformers, and most rules do without
     from bwsft.models.verifier import Verifier
 
 FROM_TRAINING = ("gen_length", "block_size", "context")
+OF_MODEL = ("end_ids", "mask_id", "logit_shift")
 NEED_CONTEXT = ("refresh", "cfg_scale", "suffix")
 
 
@@ -81,8 +82,9 @@ class Decoder:
         settings = chosen_settings(options)
         dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
         trained = load_trained(
-            model, tokenizer=options.tokenizer, device=options.device, dtype=dtype
-        )
+            model, tokenizer=options.tokenizer, device=options.device, dtype=dtype,
+            mask_token=options.mask_token, logit_shift=options.logit_shift,
+        )  # fmt: skip
         trained.backbone.set_fused_ops(options.fused_ops)
         if "template" in trained.assumed:
             contract = dataclasses.replace(trained.contract, template=template)
@@ -193,7 +195,7 @@ class Decoder:
             "template": self.template.name,
             "template_args": self.template.args,
             "dtype": str(self.trained.backbone.head()[0].dtype),
-            "end_ids": self.trained.backbone.family.end_ids,
+            **{name: getattr(self.backbone.family, name) for name in OF_MODEL},
         }
         if self.verifier:
             settings["verifier"] = place_of(self.verifier.name)

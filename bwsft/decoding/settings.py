@@ -80,6 +80,10 @@ class DecoderOptions(DecodeSettings):
 
     tokenizer: str | None = None
     """Tokenizer folder or Hub id; default: the model's own."""
+    mask_token: str | None = None
+    """[MASK] of a model that names none: a special token, or a new one."""
+    logit_shift: Literal[0, 1] | None = None
+    """Of such a model: 1 if a row predicts the next token, 0 if its own."""
     template: Literal["metamath", "chat", "none"] | None = None
     """Text around a prompt; default: what the model was trained with, else metamath."""
     template_args: str | None = None
