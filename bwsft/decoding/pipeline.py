@@ -28,6 +28,7 @@ from bwsft.data.chat_template import Prompt, Template
 from bwsft.data.tokenizer import load_tokenizer
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import decode_stream
+from bwsft.decoding.recipes import RECIPES
 from bwsft.decoding.request import check_request
 from bwsft.decoding.result import Decoded, Generation
 from bwsft.decoding.settings import DecoderOptions, DecodeSettings
@@ -252,19 +253,22 @@ def load_verifier_for(trained: Trained, path: str) -> Verifier:
 
 
 def chosen_settings(options: DecoderOptions) -> dict:
-    """The fields of DecodeConfig that the options set; ValueError for those that can't be, found
-    before a large model is read as far as no default comes from its training."""
+    """The fields of DecodeConfig that the options set, and those of their recipe that they leave
+    open; ValueError for those that can't be, found before a large model is read as far as no
+    default comes from its training."""
     settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(DecodeSettings)}
-    settings = {k: v for k, v in settings.items() if v is not None or k not in FROM_TRAINING}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if options.recipe is not None:
+        settings = RECIPES[options.recipe].settings | settings
     known = dict(settings)
     if not {"gen_length", "block_size"} <= settings.keys():  # one that the other options fit
-        size = max(options.steps or 1, options.min_length, 1)
+        size = max(settings.get("steps", 1), options.min_length, 1)
         known |= {"gen_length": size, "block_size": size}
     if "context" not in settings:
         known = {name: value for name, value in known.items() if name not in NEED_CONTEXT}
     method = DecodeConfig(**known).method
     if options.verifier and not method.takes_verifier:
-        raise ValueError(f"--verifier belongs to rule apd, and the rule is {options.rule}")
+        raise ValueError(f"--verifier belongs to rule apd, and the rule is {method.name}")
     if method.needs_verifier and not options.verifier:
         raise ValueError("--rule apd needs --verifier DIR, a causal LM with the model's vocabulary")
     return settings
