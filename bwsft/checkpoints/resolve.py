@@ -27,7 +27,14 @@ from bwsft.models.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from bwsft.models.backbone import Backbone, Family, check_context
 from bwsft.models.families import Facts, family_of
 from bwsft.models.llada_config import LladaConfig
-from bwsft.models.loading import load_backbone, model_folder, new_backbone, read_family
+from bwsft.models.loading import (
+    JSON_FILES,
+    check_model,
+    load_backbone,
+    model_folder,
+    new_backbone,
+    read_family,
+)
 from bwsft.models.lora import load_adapter
 from bwsft.models.quantization import quantize, require_bitsandbytes
 from bwsft.utils import hub
@@ -83,10 +90,10 @@ def locate(model: str) -> tuple[str, dict | None]:
 
 
 def plan_tokenizer(config: c.Config) -> str:
-    """Folder or Hub id of the run's tokenizer."""
-    if config.tokenizer:
-        return config.tokenizer
-    return locate(config.model)[0] if config.model else str(TINY)
+    """Folder or Hub id of the run's tokenizer; ValueError for a --model that can't be loaded."""
+    source = locate(config.model)[0] if config.model else str(TINY)
+    check_model(source)
+    return config.tokenizer or source
 
 
 def plan_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
@@ -98,13 +105,17 @@ def plan_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
         plan = random_model(config, tokenizer, folder)
     else:
         plan = stored_model(config, tokenizer)
-    if config.logit_shift not in (None, plan.family.logit_shift):
-        raise ValueError(
-            f"--logit-shift {config.logit_shift}: in this model it is {plan.family.logit_shift}; "
-            "leave the option out"
-        )
+    check_shift(config.logit_shift, plan.family)
     check_context(plan.family, config.context)
     return plan
+
+
+def check_shift(asked: int | None, family: Family) -> None:
+    """ValueError if a user asks for another logit shift than the model's."""
+    if asked not in (None, family.logit_shift):
+        raise ValueError(
+            f"--logit-shift {asked}: in this model it is {family.logit_shift}; leave the option out"
+        )
 
 
 def stored_model(config: c.Config, tokenizer: Any) -> ModelPlan:
@@ -200,19 +211,25 @@ class Trained:
 
 def load_trained(
     model: str | None, *, tokenizer: str | None = None, device: str = "auto",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, mask_token: str | None = None,
+    logit_shift: int | None = None,
 ) -> Trained:  # fmt: skip
     """Load a run folder, checkpoint, exported or foreign model folder or Hub id, in eval mode.
 
-    None is the embedded base. dtype defaults to fp32 on the CPU and bf16 on CUDA.
+    None is the embedded base. dtype defaults to fp32 on the CPU and bf16 on CUDA. `mask_token` and
+    `logit_shift` are of a model that says neither; ValueError where it says otherwise.
     """
     source, state = locate(model) if model else (str(TINY), None)
     place = pick_device(device)
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     adapter = (Path(source) / "adapter_config.json").exists()
     base = adapter_base(source, state) if adapter else source
+    if not adapter:
+        check_model(base)
     words = load_tokenizer(tokenizer_place(source, state, tokenizer))
-    contract, facts = known_contract(source, state), Facts.of_tokenizer(words)
+    if mask_token is not None:
+        add_mask_token(words, mask_token)
+    contract, facts = known_contract(source, state), Facts.of_tokenizer(words, logit_shift)
     if contract is not None:  # an adapter's base may not know its [MASK]
         facts = Facts(contract.mask_id, contract.logit_shift, facts.eos_id)
     try:
@@ -223,6 +240,9 @@ def load_trained(
         if not adapter:
             raise
         raise FileNotFoundError(f"{error}; it is the base of the adapter in {source}") from error
+    if mask_token is not None:
+        mask_id_for(words, backbone.family.mask_id)
+    check_shift(logit_shift, backbone.family)
     if adapter:
         load_adapter(backbone, source)
     assumed = ()
@@ -248,7 +268,7 @@ def tokenizer_place(source: str, state: dict | None, chosen: str | None = None) 
 def known_contract(source: str, state: dict | None) -> DecodingContract | None:
     """How the model of `locate` is to be decoded, where it says so: in its generation_config.json
     or, in older checkpoints, in their state alone."""
-    contract = read_contract(source if state else model_folder(source))
+    contract = read_contract(source if state else model_folder(source, JSON_FILES))
     return contract_of_state(state) if contract is None and state else contract
 
 

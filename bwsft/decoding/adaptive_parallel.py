@@ -22,9 +22,10 @@ from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
 from bwsft.decoding.canvas import Active, Canvas, Change, Row, span_of, upload
+from bwsft.decoding.choice import Head, head_of
 from bwsft.decoding.context import DecodeContext, show
 from bwsft.decoding.plan import Plan, Planned, PlannedStep
-from bwsft.decoding.rules import Head, Rule, head_of
+from bwsft.decoding.rules import Rule
 from bwsft.models.backbone import Backbone
 from bwsft.models.kv_cache import ContextCache, Span
 

@@ -10,13 +10,23 @@ from typing import get_args
 from bwsft.decoding.adaptive_parallel import AdaptiveParallel
 from bwsft.decoding.dynamic import Entropy, Factor, Threshold
 from bwsft.decoding.revising import Edit, Rcr, Routed
-from bwsft.decoding.rules import FirstHitting, Quota, Rule
-from bwsft.decoding.settings import ContextMode, DecodeSettings, Order, Revise, Schedule
+from bwsft.decoding.rules import Dream, FirstHitting, Quota, Rule
+from bwsft.decoding.settings import (
+    Confidence,
+    ContextMode,
+    DecodeSettings,
+    Ends,
+    Order,
+    Revise,
+    RuleName,
+    Schedule,
+)
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
-        Quota, Threshold, Factor, Entropy, FirstHitting, Routed, Rcr, Edit, AdaptiveParallel
+        Quota, Dream, Threshold, Factor, Entropy, FirstHitting, Routed, Rcr, Edit,
+        AdaptiveParallel,
     )
 }  # fmt: skip
 
@@ -29,6 +39,12 @@ class DecodeConfig(DecodeSettings):
     block_size: int = 32  # must divide gen_length
     _: KW_ONLY
     context: ContextMode = "exact"
+    rule: RuleName = "quota"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    confidence: Confidence = "raw"
+    ends: Ends = "free"
     banned_ids: tuple[int, ...] = ()
     """Token ids that are never produced; they leave the confidence's softmax too."""
     stop_at_end: bool = True
@@ -56,8 +72,12 @@ class DecodeConfig(DecodeSettings):
                 f"steps {self.steps} must be a multiple of the number of blocks, {blocks} "
                 "(gen_length / block_size): every block gets the same number"
             )
-        for name in ("temperature", "refresh", "cfg_scale"):
+        for name in ("temperature", "refresh", "cfg_scale", "top_k"):
             self._check_positive(name)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        for name, choices in (("confidence", Confidence), ("ends", Ends)):
+            self._check_choice(name, choices)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2^63), not {self.seed}")
         if not 0 <= self.min_length <= self.gen_length:
@@ -109,6 +129,12 @@ class DecodeConfig(DecodeSettings):
     def method(self) -> Rule:
         """The rule, with its options."""
         return RULES[self.rule].of(self)
+
+    @property
+    def whole_logits(self) -> bool:
+        """Tokens are chosen from rows of logits that are kept: the fused head is not enough."""
+        tempered = self.confidence == "tempered" and self.temperature not in (0, 1)
+        return tempered or self.top_p < 1 or self.top_k > 0
 
     @property
     def suffix_window(self) -> int:

@@ -13,8 +13,8 @@ import torch
 from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
-from bwsft.decoding.canvas import Active, Canvas, Change
-from bwsft.decoding.plan import Plan, PlannedStep
+from bwsft.decoding.canvas import Active, Canvas, Change, upload
+from bwsft.decoding.plan import Plan, PlannedStep, quotas
 from bwsft.decoding.rules import Rule, rank
 
 
@@ -40,23 +40,46 @@ class Dynamic(Rule):
     def commit(self, canvas: Canvas, active: Active, best: LinearArgmax) -> Change:
         goes_first = active.rectangle(self.priority(best, active))
         confidence = active.rectangle(best.confidence)
-        return Change(self.sure(goes_first, confidence, active.masked))
+        floor = self.floor([step.number for step in active.planned], confidence.device)
+        return Change(self.sure(goes_first, confidence, active.masked, floor))
 
-    def sure(self, priority: Tensor, confidence: Tensor, masked: Tensor) -> Tensor:
-        """The masked slots [S, B] that are taken -> bool [S, B]."""
+    def floor(self, numbers: Sequence[int], device: torch.device) -> Tensor | int:
+        """The least number of tokens that a step commits, of each sequence [S, 1] by the number of
+        its step in the block."""
+        return 1
+
+    def sure(
+        self, priority: Tensor, confidence: Tensor, masked: Tensor, floor: Tensor | int = 1
+    ) -> Tensor:
+        """The masked slots [S, B] that are taken -> bool [S, B]; `floor` of them at least."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Threshold(Dynamic):
-    """Fast-dLLM (arXiv:2505.22618): all with a confidence above `threshold`."""
+    """Fast-dLLM (arXiv:2505.22618): all with a confidence above `threshold`, or the first one.
+    SDAR's dynamic rule: where they are fewer than an even share of `steps` steps, the first of
+    these."""
 
     name = "threshold"
     threshold: float = 0.9
+    steps: int | None = None
 
-    def sure(self, priority: Tensor, confidence: Tensor, masked: Tensor) -> Tensor:
+    def floor(self, numbers: Sequence[int], device: torch.device) -> Tensor | int:
+        if self.steps is None:
+            return 1
+        size = self.config.block_size
+        shares = quotas(size, self.steps // (self.config.gen_length // size))
+        # Once all shares are spent no [MASK] is left; rule edit still looks at the block.
+        least = [max(shares[number], 1) if number < len(shares) else 1 for number in numbers]
+        return upload(least, device)[:, None]
+
+    def sure(
+        self, priority: Tensor, confidence: Tensor, masked: Tensor, floor: Tensor | int = 1
+    ) -> Tensor:
         sure = masked & (confidence > self.threshold)
-        return sure | masked & (rank(priority, masked) == 0) & ~sure.any(1, keepdim=True)
+        few = sure.sum(1, keepdim=True) < floor
+        return torch.where(few, masked & (rank(priority, masked) < floor), sure)
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,9 @@ class Factor(Dynamic):
     own_order = "confidence"
     factor: float = 1.0
 
-    def sure(self, priority: Tensor, confidence: Tensor, masked: Tensor) -> Tensor:
+    def sure(
+        self, priority: Tensor, confidence: Tensor, masked: Tensor, floor: Tensor | int = 1
+    ) -> Tensor:
         place = rank(priority, masked)
         n = place + 1
         return masked & ((confidence >= 1 - self.factor / (n + 1)) | (place == 0))
@@ -83,7 +108,9 @@ class Entropy(Dynamic):
     own_order = "entropy"
     entropy_bound: float = 0.35
 
-    def sure(self, priority: Tensor, confidence: Tensor, masked: Tensor) -> Tensor:
+    def sure(
+        self, priority: Tensor, confidence: Tensor, masked: Tensor, floor: Tensor | int = 1
+    ) -> Tensor:
         place = rank(priority, masked)
         entropy = (-priority).masked_fill(~masked, torch.inf)
         ordered = torch.empty_like(entropy).scatter_(1, place, entropy)

@@ -29,6 +29,7 @@ from bwsft.data.chat_template import Prompt, Template
 from bwsft.data.tokenizer import chunks, load_tokenizer
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import decode_stream
+from bwsft.decoding.recipes import RECIPES
 from bwsft.decoding.request import check_request
 from bwsft.decoding.result import Decoded, Generation
 from bwsft.decoding.settings import DecoderOptions, DecodeSettings
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # it needs transformers, and most rules do without
     from bwsft.models.verifier import Verifier
 
 FROM_TRAINING = ("gen_length", "block_size", "context")
+OF_MODEL = ("end_ids", "mask_id", "logit_shift")
 NEED_CONTEXT = ("refresh", "cfg_scale", "suffix")
 
 
@@ -83,8 +85,9 @@ class Decoder:
         settings = chosen_settings(options)
         dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
         trained = load_trained(
-            model, tokenizer=options.tokenizer, device=options.device, dtype=dtype
-        )
+            model, tokenizer=options.tokenizer, device=options.device, dtype=dtype,
+            mask_token=options.mask_token, logit_shift=options.logit_shift,
+        )  # fmt: skip
         trained.backbone.set_fused_ops(options.fused_ops)
         if "template" in trained.assumed:
             contract = dataclasses.replace(trained.contract, template=template)
@@ -201,7 +204,7 @@ class Decoder:
             "template": self.template.name,
             "template_args": self.template.args,
             "dtype": str(self.trained.backbone.head()[0].dtype),
-            "end_ids": self.trained.backbone.family.end_ids,
+            **{name: getattr(self.backbone.family, name) for name in OF_MODEL},
         }
         if self.verifier:
             settings["verifier"] = place_of(self.verifier.name)
@@ -258,19 +261,22 @@ def load_verifier_for(trained: Trained, path: str) -> Verifier:
 
 
 def chosen_settings(options: DecoderOptions) -> dict:
-    """The fields of DecodeConfig that the options set; ValueError for those that can't be, found
-    before a large model is read as far as no default comes from its training."""
+    """The fields of DecodeConfig that the options set, and those of their recipe that they leave
+    open; ValueError for those that can't be, found before a large model is read as far as no
+    default comes from its training."""
     settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(DecodeSettings)}
-    settings = {k: v for k, v in settings.items() if v is not None or k not in FROM_TRAINING}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if options.recipe is not None:
+        settings = RECIPES[options.recipe].settings | settings
     known = dict(settings)
     if not {"gen_length", "block_size"} <= settings.keys():  # one that the other options fit
-        size = max(options.steps or 1, options.min_length, 1)
+        size = max(settings.get("steps", 1), options.min_length, 1)
         known |= {"gen_length": size, "block_size": size}
     if "context" not in settings:
         known = {name: value for name, value in known.items() if name not in NEED_CONTEXT}
     method = DecodeConfig(**known).method
     if options.verifier and not method.takes_verifier:
-        raise ValueError(f"--verifier belongs to rule apd, and the rule is {options.rule}")
+        raise ValueError(f"--verifier belongs to rule apd, and the rule is {method.name}")
     if method.needs_verifier and not options.verifier:
         raise ValueError("--rule apd needs --verifier DIR, a causal LM with the model's vocabulary")
     return settings

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class PlannedStep:
@@ -39,6 +41,18 @@ def quotas(masked: int, steps: int) -> list[int]:
     steps (LLaDA's rule). Steps beyond one per token get 0."""
     base, extra = divmod(masked, steps)
     return [base + (step < extra) for step in range(steps)]
+
+
+def timestep_shares(masked: int, steps: int) -> list[int]:
+    """Tokens to commit in each of `steps` steps by Dream's rule: int(m (1 - s / t)) of the m
+    [MASK]s that are left on the way from timestep t to s, and all in the last step. Timesteps fall
+    evenly from 1 to 0.001, in fp32 as in the published code, whose rounding decides at whole
+    numbers."""
+    times, left, shares = torch.linspace(1, 1e-3, steps + 1), masked, []
+    for t, s in itertools.pairwise(times):
+        shares.append(int(left * (1 - s / t)) if len(shares) < steps - 1 else left)
+        left -= shares[-1]
+    return shares
 
 
 def hitting_shares(

@@ -66,7 +66,8 @@ def check_request(
     for token in config.banned_ids:
         if not 0 <= token < family.vocab_size:
             raise ValueError(f"banned_ids has {token}, outside [0, {family.vocab_size})")
-    ends = family.end_ids if config.min_length else ()
+    ends = family.end_ids if config.min_length or config.ends == "last" else ()
+    ends += (family.eos_id,) if config.ends == "no_eos" else ()
     if len({*config.banned_ids, *ends, family.mask_id}) >= family.vocab_size:
         raise ValueError("banned_ids leave no token to produce")
     check_modes(family, config)

@@ -125,10 +125,11 @@ class Edit(Threshold):
 
     def commit(self, canvas: Canvas, active: Active, best: LinearArgmax) -> Change:
         goes_first = active.rectangle(self.priority(best, active))
-        return self.edit(Block.of(canvas, active, best), goes_first)
+        floor = self.floor([step.number for step in active.planned], goes_first.device)
+        return self.edit(Block.of(canvas, active, best), goes_first, floor)
 
-    def edit(self, block: Block, goes_first: Tensor) -> Change:
-        filled = self.sure(goes_first, block.new_confidence, block.masked)
+    def edit(self, block: Block, goes_first: Tensor, floor: Tensor | int = 1) -> Change:
+        filled = self.sure(goes_first, block.new_confidence, block.masked, floor)
         other = block.open & ~block.masked & (block.new_token != block.token)
         edited = other & (block.new_confidence > self.edit_threshold)
         return Change(filled | edited, block.masked & ~filled)

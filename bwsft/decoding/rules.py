@@ -12,36 +12,26 @@ S sequences, B slots of an active block, N slots that are projected to logits, D
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from bwsft_kernels import GumbelKey, LinearArgmax, linear_argmax
+from bwsft_kernels import LinearArgmax
 from bwsft_kernels.block_grid import BlockGrid
 from bwsft_kernels.philox import Stream, philox_u24
 from torch import Tensor
 
 from bwsft.decoding.canvas import Active, Canvas, Change, Row
+from bwsft.decoding.choice import Head, choose_tokens, head_of
 from bwsft.decoding.context import DecodeContext
-from bwsft.decoding.plan import Plan, PlannedStep, hitting_shares, quotas
+from bwsft.decoding.plan import Plan, PlannedStep, hitting_shares, quotas, timestep_shares
 from bwsft.models.backbone import Backbone, Family
 
 if TYPE_CHECKING:
     from bwsft.decoding.config import DecodeConfig
     from bwsft.models.verifier import Verifier
-
-
-class Head(NamedTuple):
-    """What turns hidden states into logits of the token ids below `size`."""
-
-    weight: Tensor  # [V, D], V >= size
-    bias: Tensor | None
-    size: int
-
-
-def head_of(model: Backbone) -> Head:
-    return Head(*model.head(), model.family.vocab_size)  # it may have spare rows at its end
 
 
 @dataclass(frozen=True)
@@ -126,30 +116,33 @@ class Rule:
 
     def choose(self, family: Family, head: Head, hidden: Tensor, active: Active) -> LinearArgmax:
         """Tokens of the N slots from hidden states [N, D]; no end ids where it is too early."""
-        size, bias, config = head.size, head.bias, self.config
+        config, names = self.config, {"confidence", "margin", "entropy"}
+        want = {"confidence", self.ordered_by} & names
+        banned = config.banned_ids + ((family.eos_id,) if config.ends == "no_eos" else ())
 
         def best(banned: tuple[int, ...]) -> LinearArgmax:
-            return linear_argmax(
-                hidden,
-                head.weight[:size],
-                linear_bias=None if bias is None else bias[:size],
-                banned_ids=banned,
-                mask_id=family.mask_id,
-                temperature=config.temperature,
-                gumbel=GumbelKey(config.seed, *active.key) if config.temperature > 0 else None,
-                want={"confidence", self.ordered_by} & {"confidence", "margin", "entropy"},
-                softcap=family.softcap,
-            )
+            return choose_tokens(config, family, head, hidden, active.key, want, banned)
 
-        free = best(config.banned_ids)
-        if active.early is None:
+        free = best(banned)
+        if active.early is None and config.ends != "last":
             return free
-        endless = best(config.banned_ids + family.end_ids)
-        columns = {}
-        for name in ("token", "confidence", "entropy", "margin"):
-            a, b = getattr(endless, name), getattr(free, name)
-            columns[name] = None if a is None else torch.where(active.early, a, b)
-        return LinearArgmax(**columns, nan_flag=free.nan_flag | endless.nan_flag)
+        endless = best(banned + family.end_ids)
+        columns = {"token": free.token, **{name: getattr(endless, name) for name in want}}
+        if config.ends == "last":
+            # Ends have the least confidence there is, and the others' softmax is without them.
+            is_end = torch.zeros_like(free.token, dtype=torch.bool)
+            for end in family.end_ids:
+                is_end |= free.token == end
+            worst = {"confidence": 0.0, "margin": 0.0, "entropy": math.log(head.size)}
+            for name in want:
+                columns[name] = columns[name].masked_fill(is_end, worst[name])
+        else:
+            columns = {name: getattr(free, name) for name in columns}
+        if active.early is not None:
+            for name, usual in columns.items():
+                columns[name] = torch.where(active.early, getattr(endless, name), usual)
+        absent = dict.fromkeys(names - want)
+        return LinearArgmax(**columns, **absent, nan_flag=free.nan_flag | endless.nan_flag)
 
     def priority(self, best: LinearArgmax, active: Active) -> Tensor:
         """Of the N slots, higher goes first."""
@@ -204,12 +197,22 @@ class Quota(Rule):
     @property
     def steps_per_block(self) -> int:
         """Default: one per token."""
-        if self.steps is None:
-            return self.config.block_size
-        return self.steps // (self.config.gen_length // self.config.block_size)
+        size = self.config.block_size
+        return size if self.steps is None else self.steps // (self.config.gen_length // size)
 
     def shares(self, places: Sequence[int], request: int) -> list[int]:
         return quotas(len(places), self.steps_per_block)
+
+
+@dataclass(frozen=True)
+class Dream(Quota):
+    """Dream (arXiv:2508.15487): of the [MASK]s that are left, the share that a diffusion reveals
+    from one of `steps` timesteps to the next, rounded down."""
+
+    name = "dream"
+
+    def shares(self, places: Sequence[int], request: int) -> list[int]:
+        return timestep_shares(len(places), self.steps_per_block)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bwsft.decoding.recipes import RecipeName
+
 RuleName = Literal[
-    "quota", "threshold", "factor", "entropy", "first_hitting", "routed", "rcr", "edit", "apd"
-]
+    "quota", "dream", "threshold", "factor", "entropy", "first_hitting", "routed", "rcr", "edit",
+    "apd",
+]  # fmt: skip
 ContextMode = Literal["exact", "cached", "prefix", "block_causal"]
 Schedule = Literal["linear", "cosine"]
 Revise = Literal["never", "cond", "uncond"]
+Confidence = Literal["raw", "tempered"]
+Ends = Literal["free", "last", "no_eos"]
 Order = Literal["confidence", "margin", "entropy", "random", "left"]
 
 
@@ -28,10 +33,11 @@ class DecodeSettings:
     refresh: int = 0
     """Recompute the context of a block every so many steps (cached, prefix); 0: on entering it."""
     steps: int | None = None
-    """Denoising steps for the whole canvas; default: one per token. Rules with planned steps."""
-    rule: RuleName = "quota"
+    """Denoising steps for the whole canvas; default: one per token. Rules with planned steps; under
+    threshold and edit the most steps: each commits an even share at least, default one token."""
+    rule: RuleName | None = None
     """Which tokens a step commits (docs/decoders.md): an even share, all that the model is sure
-    of, ..."""
+    of, ...; default quota."""
     threshold: float | None = None
     """Rules threshold, edit: least confidence; default 0.9."""
     factor: float | None = None
@@ -64,8 +70,19 @@ class DecodeSettings:
     """No end token before so many tokens."""
     suffix: int | Literal["all", "absent"] = "all"
     """[MASK] positions after the active block that the model sees (exact, prefix)."""
-    temperature: float = 0.0
-    """0: the most probable token at every step; above: samples."""
+    temperature: float | None = None
+    """0: the most probable token at every step; above: samples; default 0."""
+    top_p: float | None = None
+    """Sample from the likeliest tokens that have more than this probability together; default 1,
+    all."""
+    top_k: int | None = None
+    """Sample from so many likeliest tokens; default 0, all."""
+    confidence: Confidence | None = None
+    """Probability of a token by the model's softmax, raw (LLaDA), or in the distribution that it is
+    drawn from, tempered by temperature, top-p and top-k (Dream, SDAR); default raw."""
+    ends: Ends | None = None
+    """End tokens: free; last, after all others, without confidence; or no_eos, without the model's
+    end-of-text token, which is never produced; default free."""
     seed: int = 0
     """Seed of the samples; an answer does not depend on batch size or on the other prompts."""
     batch_size: int = 8
@@ -76,10 +93,16 @@ class DecodeSettings:
 
 @dataclass(frozen=True)
 class DecoderOptions(DecodeSettings):
-    """How a model decodes; what is left out comes from its training."""
+    """How a model decodes; what is left out comes from the recipe, else from its training."""
 
+    recipe: RecipeName | None = None
+    """Published settings (docs/decoders.md); other options replace those of the recipe."""
     tokenizer: str | None = None
     """Tokenizer folder or Hub id; default: the model's own."""
+    mask_token: str | None = None
+    """[MASK] of a model that names none: a special token, or a new one."""
+    logit_shift: Literal[0, 1] | None = None
+    """Of such a model: 1 if a row predicts the next token, 0 if its own."""
     template: Literal["metamath", "chat", "none"] | None = None
     """Text around a prompt; default: what the model was trained with, else metamath."""
     template_args: str | None = None

@@ -18,8 +18,7 @@ DECODING = {field.name for field in dataclasses.fields(DecodeConfig)}
 # Name -> the values that ask for nothing; None never does.
 _OFF = (False, 0)
 SAMPLING = {  # they cut the distribution that is sampled from: without sampling any value will do
-    "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
+    "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,),
 }  # fmt: skip
 NEUTRAL = {
     "num_beams": (1,), "num_beam_groups": (1,), "best_of": (1,), "n": (1,),
@@ -55,6 +54,10 @@ def decoding_of(
     if shortest:
         wishes["min_length"] = int(shortest[0])
     _set_temperature(wishes, base)
+    if wishes["temperature"] == 0:  # the likeliest token is always among those that are kept
+        wishes = {name: wish for name, wish in wishes.items() if name not in ("top_p", "top_k")}
+    elif wishes.get("top_k") == -1:
+        wishes["top_k"] = 0
     foreign = {name: wishes.pop(name) for name in list(wishes) if name not in DECODING}
     _check(foreign, sampled=wishes["temperature"] > 0)
     size = wishes.get("block_size", base.block_size)
@@ -93,5 +96,5 @@ def _check(foreign: dict[str, Any], sampled: bool) -> None:
             greedy = ", or decode at temperature 0" if name in SAMPLING else ""
             raise ValueError(
                 f"gen_kwargs {name}={value!r} is not supported: bwsft fills a canvas, sampling "
-                f"from the whole distribution; {leave}{greedy}"
+                f"by temperature, top_p and top_k; {leave}{greedy}"
             )

@@ -13,7 +13,6 @@ What config.json leaves out is written into it once known, so that a saved model
 
 from __future__ import annotations
 
-import reprlib
 import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -35,14 +34,12 @@ from bwsft.models.backbone import Backbone, Family, active_module
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.llada import LladaBackbone
 from bwsft.models.llada_config import FIELD_TYPES, LladaConfig
+from bwsft.models.support import DECODERS, ENCODERS, check_supported
 from bwsft.models.weight_files import read_json
 from bwsft.utils import config_check
 
 # <|eot_id|> of LLaDA's published vocabulary ends a turn; config.json names only <|endoftext|>.
 _LLADA_MASK_ID, _LLADA_EOT_ID = 126336, 126348
-DECODERS = ("qwen2", "qwen3", "llama")
-ENCODERS = ("bert", "modernbert")
-SUPPORTED = ("llada", "Dream", "sdar", *DECODERS, *ENCODERS)
 
 # Left out of a config.json, these would silently take the value of some large model.
 _LLADA_MUST_STATE = tuple(
@@ -92,10 +89,8 @@ def read_config(folder: Path, facts: Facts | None = None) -> PreTrainedConfig:
     ``FileNotFoundError``, that names the file."""
     file = folder / "config.json"
     found = read_json(file)
-    if (kind := found.get("model_type")) not in SUPPORTED:
-        raise ValueError(
-            f"{file} has model_type {reprlib.repr(kind)}: bwsft loads {', '.join(SUPPORTED)}"
-        )
+    check_supported(found, file)
+    kind = found["model_type"]
     own = kind == LladaConfig.model_type
     must = _LLADA_MUST_STATE if own else _MUST_STATE
     if missing := [name for name in must if found.get(name) is None]:

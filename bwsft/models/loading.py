@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from transformers.modeling_utils import PreTrainedModel
 from bwsft.data.tokenizer import add_mask_token, merged_end_ids
 from bwsft.models.backbone import Backbone, Family
 from bwsft.models.families import (
-    DECODERS,
-    SUPPORTED,
     Facts,
     _sentence,
     family_of,
@@ -24,8 +22,11 @@ from bwsft.models.families import (
     read_config,
     wrap,
 )
+from bwsft.models.support import DECODERS, SUPPORTED, check_supported
 from bwsft.models.weight_files import Shapes, check_tensors, read_json, stored_shapes
 from bwsft.utils import hub, strict_json
+
+JSON_FILES = ("*.json",)
 
 
 def load_backbone(
@@ -40,6 +41,7 @@ def load_backbone(
     a weight is read. ``FileNotFoundError`` for a missing file, ``ValueError`` for one that is
     damaged, does not fit the config, or is of an unsupported model.
     """
+    check_model(path)
     folder = model_folder(path)
     if (folder / "adapter_config.json").exists():  # transformers would load its base instead
         raise ValueError(f"{folder} holds an adapter, not a model: name a model folder")
@@ -74,7 +76,8 @@ def load_backbone(
 def read_family(path: str | Path, facts: Facts | None = None) -> Family:
     """The family of the model in ``path``, from its JSON files alone; errors as
     :func:`load_backbone`."""
-    folder = model_folder(path)
+    check_model(path)
+    folder = model_folder(path, JSON_FILES)
     return _family(folder, read_config(folder, facts))
 
 
@@ -140,7 +143,17 @@ def set_mask(model: PreTrainedModel, tokenizer: Any, mask_token: str, logit_shif
         config.eos_token_id = Facts.of_tokenizer(tokenizer).eos_id
 
 
-def model_folder(path: str | Path) -> Path:
+def check_model(path: str | Path) -> None:
+    """``ValueError`` for a model that bwsft does not load, by its config.json: of a Hub id nothing
+    else is downloaded. A folder without one passes; whoever reads it says what is missing."""
+    file = model_folder(path, ("config.json",)) / "config.json"
+    if file.is_file():
+        check_supported(read_json(file), file)
+
+
+def model_folder(path: str | Path, files: Sequence[str] = (*JSON_FILES, "*.safetensors")) -> Path:
+    """The folder ``path``, or the one into which ``files`` of a Hub id were downloaded.
+    ``FileNotFoundError`` for neither."""
     folder = Path(path)
     if folder.is_dir():
         strict_json.check_regular(folder)
@@ -148,7 +161,7 @@ def model_folder(path: str | Path) -> Path:
     looks_like_repository = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
     if not looks_like_repository or folder.exists():
         raise FileNotFoundError(f"{path} is not a folder: give a model folder or a repository id")
-    return hub.snapshot(str(path), ["*.json", "*.safetensors"])
+    return hub.snapshot(str(path), files)
 
 
 def _family(folder: Path, config: PreTrainedConfig) -> Family:

@@ -68,6 +68,25 @@ def test_decoding_without_a_mask_says_what_to_do(decoder, capsys):
     assert "lacks mask_token_id" in capsys.readouterr().err
 
 
+def test_decoding_takes_the_mask_and_the_shift_as_training_does(decoder, capsys, tmp_path):
+    def decode(*flags):
+        argv = ["generate", "--model", str(decoder), "--prompt", "1", "--template", "none"]
+        return main([*argv, "--gen-length", "8", "--block-size", "4", *flags])
+
+    options = ("--mask-token", "<|mask|>", "--logit-shift", "1")
+    said = []
+    for flags in (options, ()):
+        out = tmp_path / f"{len(said)}.jsonl"
+        assert decode(*flags, "--trace", str(out)) == 0, capsys.readouterr().err
+        said.append(json.loads(out.read_text())["commits"])
+        edit(decoder / "config.json", mask_token_id=len(load_tokenizer(decoder)), logit_shift=1)
+    assert said[0] == said[1]
+    assert decode("--logit-shift", "0") == 2
+    assert "in this model it is 1; leave" in capsys.readouterr().err
+    assert decode("--mask-token", "<|end|>") == 2
+    assert "they don't belong together" in capsys.readouterr().err
+
+
 def test_what_contradicts_the_model_is_refused(decoder, model_folder, data_file, capsys, tmp_path):
     def refuse(model, message, *flags):
         argv = ["train", "debug", "--data", str(data_file), "--out", str(tmp_path / "run")]

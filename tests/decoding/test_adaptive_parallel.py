@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from bwsft.decoding import pipeline as decoder
 from bwsft.decoding.adaptive_parallel import joint_head
+from bwsft.decoding.choice import Head
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
-from bwsft.decoding.rules import Head
 from bwsft.decoding.settings import DecoderOptions
 from bwsft.models.verifier import load_verifier, new_verifier
 

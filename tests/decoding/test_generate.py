@@ -12,8 +12,8 @@ import torch
 from tiny_decoding import MASK, MODES, VOCABULARY, until_end
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bwsft.decoding.choice
 import bwsft.decoding.generate
-import bwsft.decoding.rules
 from bwsft.decoding.canvas import Canvas, Row
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
@@ -209,7 +209,7 @@ def test_seeds_and_requests():
 
 def spy(monkeypatch, model):
     """Records of every forward: lengths of its rows, rows of its last layer, rows of the head."""
-    seen, hidden_states, argmax = [], model.hidden_states, bwsft.decoding.rules.linear_argmax
+    seen, hidden_states, argmax = [], model.hidden_states, bwsft.decoding.choice.linear_argmax
 
     def forward(ids, position_ids, cu_seqlens, *, max_length, wanted):
         lengths = cu_seqlens.diff().tolist()
@@ -222,7 +222,7 @@ def spy(monkeypatch, model):
         return argmax(hidden, *args, **options)
 
     monkeypatch.setattr(model, "hidden_states", forward)
-    monkeypatch.setattr(bwsft.decoding.rules, "linear_argmax", head)
+    monkeypatch.setattr(bwsft.decoding.choice, "linear_argmax", head)
     return seen
 
 
@@ -324,6 +324,7 @@ def test_a_planned_step_sends_nothing_to_the_device(monkeypatch):
     {"rule": "routed", "revise": "cond"},
     {"rule": "edit"},
     {"rule": "apd", "mixture": 1.0, "lookahead": 3},
+    {"rule": "threshold", "steps": 4, "top_p": 0.9, "ends": "last"},
 ], ids=lambda fields: "-".join(map(str, fields.values())))
 def test_no_rule_reads_back_from_the_device(fields, monkeypatch):
     # On a GPU the noise's arguments are asserted on the device.

@@ -59,6 +59,13 @@ def test_options_of_other_decoders(name):
         assert decoding_of({name: 7}, BASE) == decoding_of({}, BASE)
 
 
+def test_filters_are_taken_where_tokens_are_sampled():
+    asked = {"top_p": 0.9, "top_k": -1}
+    config = decoding_of(asked | {"do_sample": True}, BASE)[0]
+    assert (config.top_p, config.top_k) == (0.9, 0)
+    assert decoding_of(asked, BASE) == decoding_of({}, BASE)
+
+
 def test_an_unknown_one():
     with pytest.raises(ValueError, match="gen_kwargs topp is unknown to bwsft; .*do_sample"):
         decoding_of({"topp": 0.9}, BASE)
@@ -70,8 +77,7 @@ HARNESS = importlib.util.find_spec("lm_eval")
 @pytest.mark.slow
 @pytest.mark.skipif(HARNESS is None, reason="lm-evaluation-harness is missing")
 def test_the_harness_own_tasks():
-    """Every gen_kwargs in its task files is understood; what is refused asks for beams or a
-    nucleus."""
+    """Every gen_kwargs in its task files is understood; what is refused asks for beams."""
     folder, found, refused = Path(HARNESS.origin).parent / "tasks", set(), set()
     for file in folder.rglob("*y*ml"):
         text = file.read_text(errors="replace")
@@ -85,4 +91,4 @@ def test_the_harness_own_tasks():
             except ValueError as error:
                 refused.add(str(error).split(" is not")[0])
     assert len(found) > 50
-    assert refused == {"gen_kwargs num_beams=10", "gen_kwargs top_p=0.95"}
+    assert refused == {"gen_kwargs num_beams=10"}

@@ -20,11 +20,13 @@ from transformers import (
 )
 
 from bwsft import config as c
+from bwsft.cli import main
 from bwsft.models.dream_sdar import DreamConfig, DreamModel, SdarConfig, SDARForCausalLM
 from bwsft.models.families import Facts
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import load_backbone, new_backbone, read_family
 from bwsft.models.lora import add_lora
+from bwsft.utils import hub
 
 FACTS = Facts(mask_id=257, logit_shift=1)
 
@@ -174,6 +176,39 @@ def test_other_models_are_refused_with_those_that_are_known(tmp_path):
     for refuse in (load_backbone, read_family):
         with pytest.raises(ValueError, match="'gpt2': bwsft loads llada, Dream, sdar, qwen2"):
             refuse(folder)
+
+
+# What the published config.json of each says; a llada's model_type is that of two models.
+NAMED = {
+    "LLaDA-MoE": {"model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "num_experts": 64},
+    "LLaDA-MoE, which": {"model_type": "llada", "num_experts": 64, "hidden_size": 2048},
+    "LLaDA2.x": {"model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"]},
+    "SDAR-MoE": {"model_type": "sdar_moe", "architectures": ["SDARMoeForCausalLM"]},
+    "DiffusionGemma": {"model_type": "diffusion_gemma"},
+    "Fast-dLLM v2": {"model_type": "Fast_dLLM_Qwen"},
+    "a2d": {"model_type": "a2d-qwen3", "architectures": ["A2DQwen3LMHeadModel"]},
+    "a qwen3 with num_experts": {"model_type": "qwen3", "num_experts": 8},
+}
+
+
+@pytest.mark.parametrize(("model", "config"), NAMED.items())
+def test_a_model_of_the_hub_is_refused_by_name_after_its_config(
+    monkeypatch, tmp_path, capsys, model, config
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = []
+    monkeypatch.setattr(hub, "snapshot", lambda name, files: asked.append(set(files)) or tmp_path)
+    said = []
+    for command in ("generate --prompt 1", f"train debug --out {tmp_path}/run"):
+        assert main([*command.split(), "--model", "some/model"]) == 2
+        said.append(capsys.readouterr().err)
+    for call in (load_backbone, read_family):
+        with pytest.raises(ValueError) as refused:
+            call("some/model")
+        said.append(str(refused.value))
+    for line in said:
+        assert f"is of {model}" in line and "not supported" in line
+    assert asked == [{"config.json"}] * 4
 
 
 # --- models ---
