@@ -74,6 +74,7 @@ def test_the_8b_model_is_counted_without_weights(capsys):
     assert variants["cached"]["flops"] < variants["naive"]["flops"] / 2
 
 
+@pytest.mark.slow
 def test_the_rules_of_the_related_work(capsys):
     related = list(bench_generate.EVERY)[-5:]
     bench_generate.main([*TINY, "--variants", *related])

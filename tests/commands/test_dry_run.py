@@ -47,7 +47,10 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kind"), [(n, k) for n, kinds in KINDS.items() for k in kinds])
+@pytest.mark.parametrize(("name", "kind"), [
+    pytest.param(n, k, marks=() if k in ("modernbert", "llama") else pytest.mark.slow)
+    for n, kinds in KINDS.items() for k in kinds
+])
 def test_other_layouts_from_config_json_alone(name, kind, tmp_path):
     """Five layers, of ModernBERT's every third sees everything; [MASK] and the shift are not in
     config.json."""

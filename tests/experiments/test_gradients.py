@@ -81,6 +81,7 @@ def test_references_do_not_depend_on_the_objective():
     assert len(keys) == 11
 
 
+@pytest.mark.slow
 def test_a_page_of_gradients(few, tmp_path, monkeypatch):
     for name, value in {"DRAWS": 3, "GROUPS": 2, "EACH": 1, "COUNTED": 1, "RESAMPLES": 20}.items():
         monkeypatch.setattr(gradients, name, value)

@@ -18,6 +18,8 @@ from tiny_ranks import arguments, environment, free_ports
 from bwsft.cli import main
 from bwsft.training import distributed
 
+pytestmark = pytest.mark.slow  # seven runs of two processes
+
 
 def rank_main(rank, port, file):
     """One process: its commands, each with a process group of its own, then a long wait."""

@@ -283,6 +283,7 @@ def long(tiny):
     )
 
 
+@pytest.mark.slow
 def test_sigterm_then_sigkill_then_resume(long, flags, tmp_path):
     """A real process is stopped politely, the next one killed; a third, here, ends the run."""
     assert train(long) == 0

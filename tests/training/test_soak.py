@@ -15,6 +15,8 @@ soak = importlib.util.module_from_spec(spec)
 sys.modules["soak"] = soak  # dataclasses look their module up
 spec.loader.exec_module(soak)
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def soaked(tmp_path_factory):
