@@ -39,6 +39,7 @@ def test_last_line_and_file(capsys, tmp_path, monkeypatch):
     assert extra["block_causal"]["passes"] == 40  # prompt and finished blocks beside them
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_a_real_decoding(monkeypatch):
     """Counted with two and three hollow layers; here the model has four."""
     sizes = bench_generate.shapes.SIZES

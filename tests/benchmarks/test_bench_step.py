@@ -47,6 +47,7 @@ def test_last_line_and_file(capsys, tmp_path):
     assert flops["naive"] > flops["exact_padded"] > flops["exact_fixed"] > flops["exact_packed"]
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_a_real_step(monkeypatch):
     """Counted with two and three hollow layers; here the model has five."""
     sizes = bench_step.shapes.SIZES

@@ -252,6 +252,7 @@ def configs(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(configs(), st.integers(0, 2**30))
 def test_what_always_holds(config, seed):

@@ -44,6 +44,7 @@ def configs(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(configs(), st.sampled_from(["response", "absolute"]), st.data())
 def test_every_rule_fills_the_canvas_block_by_block(config, origin, data):

@@ -245,6 +245,7 @@ def finished(tmp_path_factory):
     return arguments, out
 
 
+@pytest.mark.slow
 def test_a_run_writes_page_csv_and_figure(finished):
     _, out = finished
     page = (out / "report/dynamics.md").read_text()
@@ -278,6 +279,7 @@ def test_the_untouched_base_is_a_cell(tmp_path):
     assert texts[:3] == ["base", "-", "-"] and f"{done.values('nelbo@10')[0]:.4f}" in texts
 
 
+@pytest.mark.slow
 def test_finished_cells_are_not_redone_and_a_lost_one_is(finished):
     arguments, out = finished
     before = {p: p.stat().st_mtime_ns for p in (out / "cells").glob("*.json")}
@@ -294,6 +296,7 @@ def test_finished_cells_are_not_redone_and_a_lost_one_is(finished):
     assert not unchanged
 
 
+@pytest.mark.slow
 def test_another_test_set_in_the_same_folder_is_refused(finished, capsys):
     arguments, _ = finished
     other = [*arguments]
@@ -315,6 +318,7 @@ def test_8b_dry_run_prints_updates_tokens_flops_and_hours(preset, capsys):
     assert "classical" in out and "1,638,400" in out and "A100 hours" in out
 
 
+@pytest.mark.slow
 def test_estimate_agrees_with_counted_flops(finished):
     """At real row lengths the formula is within a tenth of the counter."""
     _, out = finished

@@ -83,6 +83,7 @@ def interrupted(folder):
 # --- runs ---
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_base_alone(tiny, model_folder, failing, capsys):
     base = model_folder()
     config = tiny(model=str(base), tokenizer=None, lora=LORA)

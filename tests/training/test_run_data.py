@@ -56,6 +56,7 @@ def test_too_long_problems_leave_both_parts_alike():
     assert ids[found.train_index].max() < 400 <= ids[found.holdout_index].min()
 
 
+@pytest.mark.slow
 def test_names_without_a_seed_are_those_of_earlier_versions():
     """The whole set of seed 0, whatever limit and hold-out are: checkpoints have its digest."""
     for data, largest in ((None, 9), ("wordproblems-20", 20)):

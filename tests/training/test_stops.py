@@ -79,6 +79,8 @@ def test_out_of_memory_says_what_to_change(tiny, monkeypatch, capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_after_the_running_step(tiny, monkeypatch, capfd, number):
     """And at once: the evaluation that is due then is left to the resumed run."""
+    if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, which stays in force
+        signal.signal(number, signal.SIG_DFL)
     previous = signal.getsignal(number)
     before_step(monkeypatch, lambda *run: os.kill(os.getpid(), number), only=3)
     config = tiny()
