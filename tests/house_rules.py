@@ -334,6 +334,25 @@ def words_of_the_field(sources: dict) -> list[str]:
     return wrong
 
 
+def names_are_defined_once(sources: dict) -> list[str]:
+    """Of two functions or classes of one name in one place the first is dead; overloads and the
+    accessors of a property are decorated."""
+    wrong = []
+    for path, text in python(sources, "bwsft/", "kernels/", "benchmarks/", "tests/"):
+        for place in ast.walk(parse(text)):
+            if not isinstance(place, ast.Module | ast.ClassDef):
+                continue
+            seen = set()
+            for node in place.body:
+                if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    continue
+                accessor = isinstance(node, ast.FunctionDef) and node.decorator_list
+                if node.name in seen and not accessor:
+                    wrong.append(f"{path}:{node.lineno}: {node.name} is defined twice")
+                seen.add(node.name)
+    return wrong
+
+
 def functions_fit_on_a_page(sources: dict) -> list[str]:
     """Triton kernels apart, whose parameters alone take a dozen lines."""
     return [

@@ -58,7 +58,7 @@ def choose_tokens(
     parts = []
     for start in range(0, len(hidden), CHUNK):
         rows = slice(start, start + CHUNK)
-        logits = torch.nn.functional.linear(hidden[rows], weight.to(hidden.dtype), bias)
+        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if family.softcap is not None:
             logits = family.softcap * torch.tanh(logits / family.softcap)

@@ -60,23 +60,6 @@ class EncoderBackbone(DecoderBackbone):
         return hidden, torch.arange(len(rows), device=rows.device)
 
 
-def _windowed(layout: Layout, position_ids: Tensor, window: int) -> Layout:
-    """A layout with a mask, of it the keys within ``window`` positions of the query alone."""
-    if isinstance(layout, ActiveLayout):
-        keys = torch.arange(layout.cache.reach, device=position_ids.device)
-        if layout.slot_positions is not None:
-            keys = layout.slot_positions[:, None, :]
-    else:
-        if layout.kernel is not None:  # which takes no mask
-            padded = packed_layout(layout.cu_seqlens, layout.max_length)
-            layout = replace(padded, cache=layout.cache, cache_slots=layout.cache_slots)
-        # A padded query is at position 0: it sees the sequence's start, so it has keys.
-        keys = layout.grid(position_ids)[:, None, :]
-    distance = (layout.grid(position_ids)[:, :, None] - keys).abs()  # [S, queries, keys]
-    near = (distance <= window)[:, None]
-    return replace(layout, mask=near if layout.mask is None else near & layout.mask)
-
-
 @dataclass(frozen=True)
 class _Window:
     """Attention of queries [T', H, E] to keys [T, K, E], in the grids that they fill, under a mask

@@ -68,9 +68,11 @@ def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:  # [V, D], [V, N], [N, D]
     """out = a @ b, summed in fp32 (fp64 for fp64) and rounded to the dtype of out."""
-    for part, rows in _tiles(out, a):
+    for part, rows in _tiles(out, a, len(a)):
         if a.dtype == out.dtype:
             torch.mm(rows, b, out=part)
+        elif a.is_cuda and out.dtype == torch.float32:
+            wide_product(rows, b, out=part)
         else:
             part.copy_(product(rows, b))
     return out
@@ -81,20 +83,22 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:  # [V, D], [V, 
     if a.dtype == total.dtype:
         return torch.addmm(total, a, b, out=total)  # FlopCounterMode doesn't know addmm_
     # A product of all of a would be as large as total; a tile of it is still in cache when added.
-    for part, rows in _tiles(total, a):
+    for part, rows in _tiles(total, a, VOCABULARY_TILE):
         part += product(rows, b)
     return total
 
 
-def _tiles(out: Tensor, a: Tensor) -> Iterator[tuple[Tensor, Tensor]]:  # [V, D], [V, N]
-    """Parts of `out` and the rows of `a` that make them; `a` is a transposed [N, V]."""
+def _tiles(out: Tensor, a: Tensor, tile: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of `out` [V, D] and the rows of `a` [V, N] that make them; `a` is a transposed [N, V].
+
+    On a CPU a 16-bit product keeps fp32 sums, which are small for a tile, and reads strided factors
+    slowly: there the tiles are smaller, and copied, which takes 0.4 of the time.
+    """
     if not a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        # On a CPU a 16-bit product keeps fp32 sums, which are small for a tile, and reads strided
-        # factors slowly: with the copy it takes 0.4 of the time.
         for part, rows in zip(out.split(CPU_TILE), a.split(CPU_TILE), strict=True):
             yield part, rows.t().contiguous().t()
         return
-    yield from zip(out.split(VOCABULARY_TILE), a.split(VOCABULARY_TILE), strict=True)
+    yield from zip(out.split(tile), a.split(tile), strict=True)
 
 
 def wide_logits(
