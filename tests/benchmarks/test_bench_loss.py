@@ -45,6 +45,7 @@ def test_last_line_and_file(tmp_path):
     assert str(tmp_path) not in content["header"]["command"]
 
 
+@pytest.mark.slow
 def test_sweep_changes_one_setting_at_a_time(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_loss, "SWEEP", {"rows": (4, 8, 16), "vocab": (50, 100)})
     file, plot = tmp_path / "out.json", tmp_path / "out.png"

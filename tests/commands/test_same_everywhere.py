@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jsonl
 import pytest
+from thinning import thinned
 from tiny_trainer import trainer_of
 
 from bwsft import config as c
@@ -100,7 +101,7 @@ def accuracy_of(model, data, folder):
     return json.loads(json_file.read_text())["accuracy"], saved
 
 
-@kinds
+@pytest.mark.parametrize("kind", thinned(["out", "run", "trainer"]))
 def test_evaluate_compare_and_the_harness(folders, data, expected, tmp_path, kind):
     model = folders[0][kind]
     accuracy, saved = accuracy_of(model, data, tmp_path)

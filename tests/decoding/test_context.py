@@ -12,6 +12,7 @@ import pytest
 import tiny_decoding
 import torch
 from bwsft_kernels.philox import Stream, gumbel, gumbel_key, gumbel_u24, philox_u24
+from thinning import thinned
 from tiny_decoding import ENDS, HEADS, KV_HEADS, MASK, MODES, VOCABULARY, model_of, prompts_of
 
 from bwsft.decoding.config import DecodeConfig
@@ -197,9 +198,11 @@ def config_of(size, blocks, steps_per_block=None, **fields):
     return DecodeConfig(size * blocks, size, steps=steps, **fields)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.get("rule", f"quota{len(r)}"))
-@pytest.mark.parametrize("origin", ["response", "absolute"])
-@pytest.mark.parametrize("context", MODES)
+@pytest.mark.parametrize(
+    ("context", "origin", "rule"),
+    thinned(itertools.product(MODES, ["response", "absolute"], RULES)),
+    ids=lambda value: value.get("rule", f"quota{len(value)}") if isinstance(value, dict) else value,
+)
 def test_every_mode_and_rule_equals_the_slow_decoder(context, origin, rule):
     early = total = 0
     for seed in range(3):
@@ -248,7 +251,7 @@ CASES |= {name: (mode, {}, options) for name, (mode, options) in PER_MODE.items(
 
 
 @pytest.mark.filterwarnings("ignore:refresh")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_every_option_equals_the_slow_decoder(case):
     context, family, options = CASES[case]
     seen = set()

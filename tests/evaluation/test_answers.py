@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import thinned
 
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_scope import boxed_contents
@@ -230,7 +231,7 @@ def test_wilson_needs_a_question():
         scoring.wilson(0.5, 0)
 
 
-@pytest.mark.parametrize("unit", ["answer is:", "#", "\\boxed{", "1,25,", "[MASK]1"])
+@pytest.mark.parametrize("unit", thinned(["\\boxed{", "#", "answer is:", "1,25,", "[MASK]1"]))
 def test_no_output_takes_more_than_linear_time(unit):
     # A quadratic rule needs more than the time that a test may take.
     text = unit * (200_000 // len(unit))

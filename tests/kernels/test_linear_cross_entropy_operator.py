@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from bwsft_kernels import linear_cross_entropy
+from thinning import thinned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -34,9 +35,10 @@ def assert_same(one, other):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("num_rows", [None, 9])
-@pytest.mark.parametrize("chunk_bytes", [None, 4 * V * 4])
+@pytest.mark.parametrize("reduction, num_rows, chunk_bytes", thinned([
+    (reduction, rows, size) for size in (None, 4 * V * 4) for rows in (None, 9)
+    for reduction in REDUCTIONS
+], 5))
 def test_opcheck(reduction, num_rows, chunk_bytes):
     x, weight, target, bias = problem()
     row_weight = torch.rand(T, generator=torch.manual_seed(1))
@@ -48,8 +50,10 @@ def test_opcheck(reduction, num_rows, chunk_bytes):
     torch.library.opcheck(OPS.linear_cross_entropy.default, arguments)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("num_rows, chunk_bytes", [(None, None), (9, None), (9, 4 * V * 4)])
+@pytest.mark.parametrize("reduction, num_rows, chunk_bytes", thinned([
+    (reduction, *sizes) for sizes in ((None, None), (9, None), (9, 4 * V * 4))
+    for reduction in REDUCTIONS
+], 4))
 def test_compiles_into_one_graph(reduction, num_rows, chunk_bytes):
     """Whether the rows are counted on the device or given, in one chunk or in several."""
 

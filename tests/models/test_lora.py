@@ -6,6 +6,7 @@ import warnings
 import peft
 import pytest
 import torch
+from thinning import thinned
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, Qwen2Config
 
 from bwsft.checkpoints.resolve import load_trained
@@ -101,7 +102,7 @@ def trained_by_peft(folder, out, **options):
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 @pytest.mark.filterwarnings("ignore:.*(save_embedding_layers|tie_word_embeddings|tied|biases)")
 def test_what_peft_loads_loads_here(base, tmp_path, case):
     """Bit for bit: the same modules run with the same weights."""

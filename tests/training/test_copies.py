@@ -12,6 +12,7 @@ import tiny_llada
 import torch
 import torch.nn.functional as F
 from block_masks import block_causal_mask, clean_numbers
+from thinning import thinned
 from tiny_hf import FAMILY, backbone, float64  # noqa: F401 - every test here runs in float64
 from tiny_modes import MASK, PLACE, batch, held_out, mode_of
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -154,8 +155,9 @@ def loss_of(mode, some):
     return loss.total
 
 
-@pytest.mark.parametrize("canvas", ["response", "fixed"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "canvas"), thinned([(n, c) for n in NAMES for c in ("response", "fixed")])
+)
 def test_copies_are_what_the_decoder_computes(name, canvas):
     """The loss of ragged batches with short first and last blocks, and the gradients of a frozen
     and a live context."""

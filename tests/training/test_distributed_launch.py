@@ -72,6 +72,7 @@ def assert_saved_at_the_last_line(config, output):
     assert (folder / "checkpoints" / f"step-{done}" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_signals_to_one_process_reach_all(long, launched):
     """SIGUSR1 to either process: a checkpoint, and the run goes on; then SIGTERM to the second: a
     checkpoint, and torchrun's status is 0."""

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from thinning import thinned
 from tiny_trainer import arguments, trainer_of
 from transformers import AutoModelForCausalLM
 
@@ -50,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_same_losses_and_weights_as_our_loop(flat, make_run, tmp_path, case):
     """Ten updates over two epochs. Both sum the same float32 numbers, in another order at most:
     what remains is rounding, 1e-6 relative in a loss and what Adam makes of it in a weight."""

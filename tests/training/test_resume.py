@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from thinning import thinned
 from tiny_runs import resumed
 
 from bwsft import config as c
@@ -71,7 +72,7 @@ def leave_only(reference, folder, step):
     (folder / "loss.png").unlink()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_from_any_checkpoint(tiny, tmp_path, kind):
     """Ten updates over two epochs; checkpoints after 3, 6 and 9."""
     config = tiny(**KINDS[kind])
@@ -169,11 +170,11 @@ def signal_during(monkeypatch, name, steps):
     monkeypatch.setattr(place, name, interrupted)
 
 
-@pytest.mark.parametrize(("where", "steps", "kind"), [
+@pytest.mark.parametrize(("where", "steps", "kind"), thinned([
+    ("save", (3, 9, 10), "traversal"),
     ("train_step", (4, 6), "lora"),
     ("report_eval", (0, 4, 10), "full"),
-    ("save", (3, 9, 10), "traversal"),
-])
+]))
 def test_signals_at_any_place_several_times(tiny, tmp_path, monkeypatch, where, steps, kind):
     """During an update, an evaluation or a save; an evaluation that a signal left out is made up
     for."""
@@ -236,10 +237,9 @@ def test_a_random_base_is_kept_and_not_drawn_again(tiny, tmp_path, monkeypatch):
         train(resumed(config, folder))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"micro_batch_size": 4}, {"grad_checkpointing": True}, {"save_every": 1, "keep_last": 1}],
-)
+@pytest.mark.parametrize("change", thinned(
+    [{"micro_batch_size": 4}, {"grad_checkpointing": True}, {"save_every": 1, "keep_last": 1}]
+))
 def test_what_may_change_on_resume(tiny, tmp_path, change):
     """Layout and housekeeping; the losses stay, up to summation order."""
     config = tiny(lora=dataclasses.replace(LORA, dropout=0.0))

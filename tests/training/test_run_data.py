@@ -7,6 +7,7 @@ import shutil
 import jsonl
 import numpy as np
 import pytest
+from thinning import thinned
 
 from bwsft import config as c
 from bwsft import presets
@@ -31,7 +32,7 @@ def planned(data, **dataset):
     return found, *texts
 
 
-@pytest.mark.parametrize("largest", [9, 20])
+@pytest.mark.parametrize("largest", thinned([9, 20]))
 def test_held_out_problems_have_numbers_of_their_own(largest):
     """The response spells out a problem's numbers and operations."""
     found, train, held_out = planned(f"wordproblems-{largest}-seed3", limit=3000, holdout=100)

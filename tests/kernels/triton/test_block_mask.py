@@ -102,6 +102,7 @@ def test_given_rates_factors_and_block_draws_are_used():
     assert torch.equal(own.block, seventh.block) and len(set(own.block.tolist())) > 1
 
 
+@pytest.mark.slow
 def test_more_sequences_and_longer_rows_than_one_tile_holds():
     """80 sequences of blocks of 32 take 5 rounds of the row list; 1300 tokens take 3 tiles, and so
     does a block of 1100."""
