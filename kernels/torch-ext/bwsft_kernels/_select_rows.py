@@ -51,7 +51,15 @@ def select_rows(
     index, *kept = _select_rows(
         target, row_weight, smoothing, vocabulary, ignore_index, excluded_id, normalize, num_rows,
         dtype, impl)
-    return SelectedRows(index if num_rows is None else None, *kept)
+    if num_rows is not None or _are_all(index, target):
+        index = None
+    return SelectedRows(index, *kept)
+
+
+def _are_all(index: Tensor, target: Tensor) -> bool:  # [N], [T]
+    """Whether every row is kept, as far as that is known: a traced graph serves any number."""
+    kept = index.shape[0]
+    return not torch.compiler.is_compiling() and type(kept) is int and kept == target.shape[0]
 
 
 def rows_to_multiply(target: Tensor, num_rows: int) -> int:  # [T]
