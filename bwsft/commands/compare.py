@@ -1,15 +1,17 @@
 """`bwsft compare`: the same prompts decoded in several context modes, side by side.
 
 Every mode is set beside the first one: how many tokens agree, in which denoising step the two part,
-what each costs (forward passes, FLOPs, seconds) and how many answers are right.
+what each costs (forward passes, FLOPs, seconds) and how many answers are right. With --thresholds
+each mode is decoded at several of them, for its curve of accuracy over tokens per forward.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median_high
 from typing import get_args
@@ -18,6 +20,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from bwsft.commands.options import CompareOptions
+from bwsft.commands.speed_curve import curves, draw_curves, print_curves
 from bwsft.decoding.config import RULES
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Generation, tokens_per_forward
@@ -35,6 +38,7 @@ class ModeResult:
     """What decoding in one mode gave; agreements are with the first mode."""
 
     mode: str
+    threshold: float | None  # of --thresholds
     accuracy: float
     truncated: float  # share of answers without an end token
     mean_tokens: float
@@ -56,7 +60,9 @@ def run_compare(options: CompareOptions) -> int:
     asked = (options.data, options.task, options.subset, options.split, options.columns)
     references = read_references(*asked)
     questions = [question for question, _ in references.values()][: options.limit]
-    with claimed(options.json) if options.json else nullcontext():
+    with ExitStack() as claims:
+        for path in (options.json, options.plot):
+            claims.enter_context(claimed(path) if path else nullcontext())
         compare(options, modes, questions, references)
     return 0
 
@@ -68,15 +74,26 @@ def compare(
     decoder = Decoder.load(options.model, replace(options, context=modes[0]))
     prompts = decoder.encode(questions)
     first, rows = None, []
-    for mode in modes:
-        one = replace(decoder, config=replace(decoder.config, context=mode))
+    thresholds = options.threshold_list()
+    for mode, threshold in itertools.product(modes, thresholds or [None]):
+        config = replace(decoder.config, context=mode)
+        if threshold is not None:
+            config = replace(config, threshold=threshold)
+        one = replace(decoder, config=config)
         found, cost = measured(one, prompts)
         first = found if first is None else first
         scored = accuracy(one, questions, found, references, options.task)
-        rows.append(ModeResult(mode, **scored, **cost, **agreement(first, found)))
-    print_table(rows, len(questions))
+        rows.append(ModeResult(mode, threshold, **scored, **cost, **agreement(first, found)))
+    if thresholds:
+        print_curves(rows, len(questions))
+        if options.plot:
+            write_atomic(options.plot, draw_curves(rows))
+    else:
+        print_table(rows, len(questions))
     if options.json:
         content = {"questions": len(questions), "modes": [asdict(r) for r in rows]}
+        if thresholds:
+            content["aup"] = {curve.mode: curve.aup for curve in curves(rows)}
         content["settings"] = json.loads(json.dumps(vars(options), default=str))
         write_atomic(options.json, json.dumps(content, indent=2) + "\n")
 
@@ -87,8 +104,13 @@ def check(options: CompareOptions) -> list[str]:
     known = get_args(ContextMode)
     if unknown := [mode for mode in modes if mode not in known]:
         raise ValueError(f"--modes has {unknown[0]!r}: choose from {', '.join(known)}")
-    if len(set(modes)) < len(modes) or len(modes) < 2:
-        raise ValueError("--modes needs at least two modes, each once")
+    thresholds = options.threshold_list()
+    if len(set(modes)) < len(modes) or len(modes) * max(1, len(thresholds)) < 2:
+        raise ValueError("--modes needs at least two modes, each once (with --thresholds one)")
+    if thresholds and (options.rule != "threshold" or options.threshold is not None):
+        raise ValueError("--thresholds needs --rule threshold, and takes the place of --threshold")
+    if options.plot and not thresholds:
+        raise ValueError("--plot draws the curve of --thresholds: give some")
     if only := getattr(RULES.get(options.rule), "only_context", None):
         raise ValueError(
             f"rule {options.rule} decodes under context {only} alone: there is nothing to compare"

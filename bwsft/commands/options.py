@@ -101,6 +101,9 @@ class CompareOptions(DecoderOptions):
 
     modes: str = "exact,cached,prefix"
     """Context modes, with commas; the others are compared with the first."""
+    thresholds: str | None = None
+    """Thresholds of --rule threshold, as 1,0.9,0.7: each mode's accuracy over tokens per forward,
+    and its AUP."""
     model: str | None = None
     """Run folder, checkpoint, model folder or Hub id; default: the embedded tiny LLaDA."""
     data: Path | None = None
@@ -118,6 +121,23 @@ class CompareOptions(DecoderOptions):
     """Use only the first so many questions."""
     json: Path | None = None
     """Where the comparison is written as JSON."""
+    plot: Path | None = None
+    """Where the curves of --thresholds are drawn (PNG)."""
+
+    def threshold_list(self) -> list[float]:
+        """The thresholds, from the largest on; ValueError for what is no number in [0, 1]."""
+        found = []
+        for word in (self.thresholds or "").split(",") if self.thresholds is not None else ():
+            try:
+                value = float(word)
+            except ValueError:
+                value = -1.0
+            if not 0 <= value <= 1 or value in found:
+                raise ValueError(
+                    f"--thresholds has {word.strip()!r}: give numbers from 0 to 1, each once"
+                )
+            found.append(value)
+        return sorted(found, reverse=True)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 import json
 
+import jsonl
 import pytest
 
 from bwsft.cli import main
 from bwsft.commands.compare import agreement, divergence
+from bwsft.data import word_problems
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Commit, Generation
 from bwsft.decoding.settings import DecoderOptions
+from bwsft.evaluation.parallelism import aup
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 from bwsft.utils.flops import flop_counter
 
@@ -74,6 +77,32 @@ def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folde
     assert first["flops"] < second["flops"]
 
 
+def test_the_curve_of_each_mode_over_thresholds(capsys, tmp_path):
+    """Of the embedded base, which is sure of most tokens: a threshold of 1 takes one token a pass,
+    a lower one several, and the AUP is that of the printed points."""
+    rows = [
+        {"question": p["query"], "answer": p["response"].replace("The answer is:", "####")}
+        for p in word_problems.generate(4, split="test")
+    ]
+    data = jsonl.write(tmp_path / "q.jsonl", *rows)
+    out, plot = tmp_path / "c.json", tmp_path / "c.png"
+    words = ["--data", str(data), "--modes", "exact,cached", "--rule", "threshold", "--thresholds",
+             "0.5,1", "--json", str(out), "--plot", str(plot)]  # fmt: skip
+    assert main(["compare", *words]) == 0
+    shown, result = capsys.readouterr().out, json.loads(out.read_text())
+    points = {}
+    for row in result["modes"]:
+        points.setdefault(row["mode"], {})[row["threshold"]] = (
+            row["tokens_per_forward"], 100 * row["accuracy"])
+    best = max(accuracy for some in points.values() for _, accuracy in some.values())
+    for mode in ("exact", "cached"):
+        (slow, _), (fast, _) = points[mode][1.0], points[mode][0.5]
+        assert slow <= 1 < 1.5 < fast
+        assert result["aup"][mode] == pytest.approx(aup([*points[mode].values()], best))
+        assert f"(AUP), {mode}: {result['aup'][mode]:.1f}" in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("words, message", [
     ("--modes exact,warm", "--modes has 'warm': choose from exact"),
     ("--modes exact", "at least two modes, each once"),
@@ -84,6 +113,12 @@ def test_figures_are_those_of_the_decoder_and_of_evaluate(questions, model_folde
     ("--cfg-scale 1", "--cfg-scale does not fit"),
     ("--suffix absent", "--suffix does not fit"),
     ("--limit 0", "--limit must be at least 1"),
+    ("--thresholds 0.9,0.5", "--thresholds needs --rule threshold"),
+    ("--thresholds 0.9 --rule threshold --threshold 0.5", "takes the place of --threshold"),
+    ("--thresholds 0.9,1.5 --rule threshold", "--thresholds has '1.5'"),
+    ("--thresholds 0.9,0.9 --rule threshold", "--thresholds has '0.9'"),
+    ("--thresholds 0.9 --rule threshold --modes exact", "at least two modes"),
+    ("--plot x.png", "--plot draws the curve of --thresholds"),
 ])
 def test_what_compares_nothing_is_one_line(questions, capsys, words, message):
     assert main(["compare", "--data", str(questions), *words.split()]) == 2
