@@ -55,7 +55,8 @@ def _rows(dtype, vocabulary: int, full: bool, grad: bool):
     logits, bias = _empty(512, width), _empty(width, dtype=dtype)
     _cross_entropy_triton.cross_entropy_rows(
         logits, bias if full else None, logits.view(dtype)[:, :width] if grad else None, vocabulary,
-        target, weight if grad else None, *((smoothing, 30.0, 7) if full else (None, None, None)),
+        target, weight if grad else None,
+        *((smoothing, 30.0, 7, 0.5) if full else (None, None, None)),
     )  # fmt: skip
 
 

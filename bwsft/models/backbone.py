@@ -161,7 +161,8 @@ class Backbone(nn.Module):
     def forward(
         self, batch: Any, rows: Tensor | None, target: Tensor | None, row_weight: Tensor | None,
         context: Context | None = None, smoothing: Tensor | float = 0.0,
-        excluded_id: int | None = None, num_rows: Callable[[], int] | None = None,
+        excluded_id: int | None = None, confidence: float = 0.0,
+        num_rows: Callable[[], int] | None = None,
     ) -> Any:  # fmt: skip
         """Weighted sum of cross-entropies over the supervised tokens, a float32 scalar.
 
@@ -175,8 +176,9 @@ class Backbone(nn.Module):
         None is the context pass, which fills that cache.
         ``target`` None predicts: ``linear_argmax`` of the rows, [MASK] left out.
 
-        ``smoothing``, a number or [N], and ``excluded_id`` are those of ``linear_cross_entropy``;
-        ``num_rows``, called once the layers are on their way, gives its ``num_rows``.
+        ``smoothing``, a number or [N], ``excluded_id`` and ``confidence`` are those of
+        ``linear_cross_entropy``; ``num_rows``, called once the layers are on their way, gives its
+        ``num_rows``.
         """
         if rows is None:
             planned = getattr(batch, "plan", None) is not None
@@ -191,6 +193,7 @@ class Backbone(nn.Module):
         if target is None:
             return linear_argmax(hidden, weight, mask_id=self.family.mask_id, **head)
         head |= {"row_weight": row_weight, "label_smoothing": smoothing, "excluded_id": excluded_id}
+        head["confidence"] = confidence
         head["num_rows"] = None if num_rows is None else num_rows()
         return linear_cross_entropy(hidden, weight, target, reduction="sum", **head)
 

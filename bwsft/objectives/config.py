@@ -126,6 +126,9 @@ class ObjectiveConfig:
     """False takes the context as a constant: in exact mode the paper's Algorithm 1, line 8, read
     literally; in block_causal what the noisy copies see of the clean rows, which then cost a
     forward alone."""
+    confidence: float = 0.0
+    """Add so many times the entropy of every supervised token that the model has right, with the
+    token's own weight: surer answers, for decoding by threshold (CAP of LLaDA2.0)."""
     discrete: DiscreteConfig = field(default_factory=DiscreteConfig)
     mdlm: MdlmConfig = field(default_factory=MdlmConfig)
     soft_masked: SoftMaskedConfig = field(default_factory=SoftMaskedConfig)
@@ -144,6 +147,8 @@ def validate(objective: ObjectiveConfig) -> None:
     """Raise ValueError, naming the flag, for values that no run can use."""
     if not 0 < objective.low <= objective.high <= 1:
         raise ValueError("--objective.low and --objective.high must satisfy 0 < low <= high <= 1")
+    if not 0 <= objective.confidence < math.inf:
+        raise ValueError("--objective.confidence must be 0 or positive")
     _validate_weight(objective)
     _validate_suffix(objective)
     _refuse_options_of_others(objective)

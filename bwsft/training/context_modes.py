@@ -68,13 +68,14 @@ class ContextMode:
     device: torch.device
     autocast: Callable[[], AbstractContextManager] = nullcontext
     even: bool = False  # every active block is full, as the `fixed` canvas makes it
+    confidence: float = 0.0  # weight of the entropy of tokens that the model has right
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
         """Weighted sums of CE whose total is that of a batch on the host."""
         context = None
         for draw in self.objective.draws(batch.to(self.device), place, self.predict):
             context = self.context_of(draw, context)
-            total = self.loss_of(draw, context, self.objective.excluded_id) / draw.of
+            total = self.loss_of(draw, context, training=True) / draw.of
             yield Loss(total, draw.num_rows, draw.region)
 
     def context_of(self, draw: Draw, before: Context | None) -> Context | None:
@@ -86,15 +87,15 @@ class ContextMode:
         """Weighted sum of CE of a held-out draw, as the mode's own decoder sees it."""
         return self.loss_of(draw.to(self.device), None)
 
-    def loss_of(
-        self, draw: Draw, context: Context | None, excluded_id: int | None = None
-    ) -> Tensor:
-        """Weighted sum of CE of a draw: the model's one forward."""
+    def loss_of(self, draw: Draw, context: Context | None, training: bool = False) -> Tensor:
+        """Weighted sum of CE of a draw, in training with the objective's own terms: the model's one
+        forward."""
         count = on_host(draw.num_rows)
+        own = (self.objective.excluded_id, self.confidence) if training else (None, 0.0)
         with self.autocast():
             supervised = draw.rows, draw.target, draw.weight
             return self.backbone(
-                draw.noisy, *supervised, context, draw.smoothing, excluded_id, count)
+                draw.noisy, *supervised, context, draw.smoothing, *own, count)
 
     def backwards(self, draws: int) -> int:
         """How many losses a batch has whose visits have so many draws of one block."""
@@ -200,7 +201,7 @@ class BlockCausal(ContextMode):
         draw = mode.laid_out(batch, list(mode.objective.draws(batch, place, mode.predict)))
         draw = mode.with_clean_rows(batch, draw) if mode.ar_weight else draw
         context = mode.live(draw) if mode.context_grad else mode.clean_pass(draw.noisy)
-        yield Loss(mode.loss_of(draw, context), draw.num_rows, draw.region)
+        yield Loss(mode.loss_of(draw, context, training=True), draw.num_rows, draw.region)
 
     def in_blocks_of(self, size: int) -> BlockCausal:
         """The mode where blocks have so many tokens."""
@@ -292,7 +293,7 @@ def make_mode(
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=cuda)
     grid = BlockGrid(config.block_size, family.block_origin)
     even = config.dataset.canvas == "fixed" and grid.at_response
-    common = (backbone, objective, grid, device, autocast, even)
+    common = (backbone, objective, grid, device, autocast, even, config.objective.confidence)
     if config.context == "block_causal":
         blocks, grad = family.attention == "block_causal", config.objective.context_grad
         size_at = functools.partial(block_size_at, config) if config.block_size_schedule else None

@@ -91,6 +91,8 @@ class BlockwiseConfig(TrainingArguments):
     suffix_weight: float = 0.0
     """Supervise the hidden suffix too, in exact mode alone: its tokens together weigh so many times
     what the block's do."""
+    confidence: float = 0.0
+    """Add so many times the entropy of every supervised token that the model has right."""
     context_grad: bool = True
     """False takes the context as a constant, in exact and block_causal mode."""
 
@@ -113,7 +115,7 @@ class BlockwiseConfig(TrainingArguments):
                 "logit_shift")  # fmt: skip
         data = ("template", "template_args", "columns", "turns", "on_bad", "canvas")
         objective = ("blocks", "weight", "empty", "low", "high", "pairs", "suffix_weight",
-                     "context_grad")  # fmt: skip
+                     "confidence", "context_grad")  # fmt: skip
 
         def take(names: tuple[str, ...]) -> dict:
             return {name: getattr(self, name) for name in names}

@@ -4,6 +4,7 @@ In float64 the tolerance is rounding of sums of V or D terms. In lower precision
 three times that of torch's own linear + cross_entropy in the same dtype on the same numbers.
 """
 
+import functools
 import math
 
 import pytest
@@ -63,6 +64,7 @@ def cases(draw):
         st.sampled_from([0.0, 0.1, 1.0, torch.rand(n, generator=generator)])
     )
     options["softcap"] = draw(st.sampled_from([None, 2.5]))
+    options["confidence"] = draw(st.sampled_from([0.0, 0.7]))
     if draw(st.booleans()):
         options["excluded_id"] = v - 1 if draw(st.booleans()) else 0
         target[target == options["excluded_id"]] = 1 if options["excluded_id"] == 0 else 0
@@ -76,6 +78,25 @@ def cases(draw):
 def test_equals_the_reference(case):
     arguments, options = case
     assert_reference(*arguments, **options)
+
+
+def test_confidence_is_the_entropy_of_rows_whose_target_leads():
+    """By numerical differences, and by hand: of two equal logits the entropy is ln 2, and a row
+    whose target is not the likeliest adds nothing; a sure row loses no digits."""
+    x, weight, target, _ = problem(9, 4, 7, ignored=0)
+    target[:6] = (x @ weight.T).argmax(1)[:6]
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
+    for options in ({}, dict(softcap=3.0), dict(reduction="none", label_smoothing=0.1)):
+        run = functools.partial(linear_cross_entropy, target=target, confidence=0.8, **options)
+        assert torch.autograd.gradcheck(run, leaves)
+    one, head = torch.ones(3, 1).double(), torch.tensor([[0.0], [0.0], [-40.0]]).double()
+    target = torch.tensor([0, 2, 1])
+    loss = linear_cross_entropy(one, head, target, confidence=2.0, reduction="none")
+    ln2 = torch.tensor(2.0).double().log()
+    torch.testing.assert_close(loss[0], 3 * ln2, **EXACT)  # a tie leads too
+    torch.testing.assert_close(loss[1], 40 + ln2, **EXACT)
+    sure = linear_cross_entropy(one[:1], head[1:], torch.tensor([0]), confidence=1.0)
+    torch.testing.assert_close(sure, torch.tensor(-40.0).double().exp() * 42, **EXACT)
 
 
 def test_equals_torch_with_leading_shapes():

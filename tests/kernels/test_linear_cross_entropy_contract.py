@@ -186,6 +186,7 @@ BAD_CALLS = {
     "softcap": dict(softcap=0.0),
     "excluded_id": dict(excluded_id=V),
     "chunk_bytes": dict(chunk_bytes=0),
+    "confidence must be 0 or positive": dict(confidence=-0.1),
     "label_smoothing must lie": dict(label_smoothing=1.5),
     "label_smoothing must be shaped": dict(label_smoothing=torch.zeros(3)),
     "row_weight must be shaped": dict(row_weight=torch.ones(N, 1)),

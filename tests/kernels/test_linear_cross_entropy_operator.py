@@ -46,7 +46,7 @@ def test_opcheck(reduction, num_rows, chunk_bytes):
               torch.float32, "torch")
     torch.library.opcheck(OPS.linear_cross_entropy_rows.default, choice)
     arguments = (x, weight, bias, target.clamp(min=0), row_weight, None, reduction == "none", 0.1,
-                 20.0, None, chunk_bytes, "torch", torch.float32, [True, True, True])
+                 20.0, None, chunk_bytes, "torch", torch.float32, 0.5, [True, True, True])
     torch.library.opcheck(OPS.linear_cross_entropy.default, arguments)
 
 

@@ -120,9 +120,9 @@ def test_a_step_is_plain_arithmetic_on_its_inputs(tiny, make_run, monkeypatch, c
     assert len(predicted) == ("two_step" in case) and len(scored) == 1 + (case == "rdm")
 
     total = torch.zeros((), dtype=torch.float64)
-    for batch, rows, target, weight, (_, smoothing, excluded, count), _ in scored:
+    for batch, rows, target, weight, (_, smoothing, excluded, sharp, count), _ in scored:
         real = target != -100
-        assert count() == real.sum()  # so that nobody has to look for them
+        assert count() == real.sum() and sharp == 0  # so that nobody has to look for them
         assert torch.is_tensor(smoothing) == ("rdm" in case)
         assert excluded == (run.backbone.family.mask_id if case == "mdlm" else None)
         hidden = plain.hidden_states(batch.ids, batch.position_ids, batch.cu_seqlens)

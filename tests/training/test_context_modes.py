@@ -34,6 +34,35 @@ def test_exact_equals_plain_full_logits():
     assert_same(grads, [p.grad for p in plain.parameters()])
 
 
+@pytest.mark.parametrize("name", ["exact", "cached", "block_causal"])
+def test_confidence_adds_the_entropy_of_tokens_that_are_right(name):
+    """With each token's own weight, in training and not in what is held out."""
+    b, net, found = batch(), model(), []
+    sharp = dataclasses.replace(mode_of(name, net), confidence=0.7)
+    (draw,) = sharp.objective.draws(b, PLACE, None)
+    with torch.no_grad():
+        # The likeliest classes are the truth for every second token.
+        choice = sharp.predict(draw.noisy, draw.rows).token
+        target = torch.where(torch.arange(len(choice)) % 2 == 0, choice, draw.target)
+        draw = dataclasses.replace(draw, target=torch.where(draw.weight > 0, target, -100))
+        for mode in (sharp, dataclasses.replace(sharp, confidence=0.0)):
+            one = mode.laid_out(b, [draw]) if name == "block_causal" else draw
+            context = mode.live(one) if name == "block_causal" else mode.context_of(one, None)
+            found.append([mode.loss_of(one, context, training) for training in (True, False)])
+        noisy = draw.noisy
+        hidden = net.hidden_states(noisy.ids, noisy.position_ids, noisy.cu_seqlens)
+        logits = hidden[draw.rows] @ net.head()[0].T
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    right = log_p.argmax(-1) == draw.target
+    assert found[0][1] == found[1][1] and right.any() and not right.all()
+    expected = 0.7 * (draw.weight * entropy * right)[draw.weight > 0].sum()
+    if name == "exact":
+        torch.testing.assert_close(found[0][0] - found[1][0], expected.to(found[0][0].dtype))
+    else:  # the same in kind, from the mode's own states
+        assert 0 < float(found[0][0] - found[1][0]) < 2 * float(expected)
+
+
 @pytest.mark.parametrize("canvas", ["fixed", "response"])
 def test_cached_draws_share_block_and_context_and_average(canvas):
     """k draws give the mean of k single draws against the same frozen context."""

@@ -104,7 +104,7 @@ def test_every_setting_reaches_the_config(tmp_path):
         mask_token="[M]", logit_shift=1, template="none", template_args="a=1", columns="prompt=q",
         turns="all", on_bad="skip", canvas="response", eval_draws=2, objective="classical",
         blocks="length", weight="flat", empty="skip", low=0.1, high=0.9, pairs=True,
-        suffix_weight=0.5, context_grad=False,
+        suffix_weight=0.5, confidence=0.5, context_grad=False,
     )  # fmt: skip
     used = {"holdout", "sample_prompts", "sample_steps"}  # by the Trainer itself
     renamed = {"learning_rate", "adam_beta1", "adam_beta2", "logging_steps"}

@@ -22,7 +22,7 @@ NEVER = -3.0e38  # a logit whose probability is 0; -inf would make NaN of a row 
 
 def row_bytes(
     vocabulary: int, dtype: torch.dtype, rows: int, device: torch.device, softcap: float | None,
-    smooth: bool,
+    smooth: bool, confidence: float = 0.0,
 ) -> int:
     """Bytes of scratch that one row of `loss_and_grad` takes."""
     return vocabulary * dtype.itemsize
@@ -35,6 +35,7 @@ def loss_and_grad(
     smoothing: Tensor | float,  # [N] as row_weight
     softcap: float | None, excluded_id: int | None,
     scratch: Tensor,  # uint8 [N or more, row_bytes]
+    confidence: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N], [N, V], [N]
     """(unweighted loss, 0 where row_weight is; g in the dtype of x, inside `scratch`; s): the
     gradient of the logits, times row_weight, is g * s[:, None]."""
@@ -61,7 +62,7 @@ def loss_and_grad(
         part = smoothing[rows] if isinstance(smoothing, Tensor) else smoothing
         loss[rows], scale[rows] = _become_gradient_(
             values, picked[rows], target[rows], row_weight[rows], part, softcap, excluded_id,
-            expand=x.dtype == torch.float16,
+            confidence, expand=x.dtype == torch.float16,
         )
         if wide != x.dtype:
             logits[rows] = values
@@ -83,7 +84,7 @@ def _become_gradient_(
     values: Tensor,  # [n, V] logits, of which g is made in place
     picked: Tensor, target: Tensor, weight: Tensor,  # [n]
     smoothing: Tensor | float,  # [n]
-    softcap: float | None, excluded_id: int | None,
+    softcap: float | None, excluded_id: int | None, confidence: float,
     expand: bool,  # g holds s already, for a dtype that can't hold small q
 ) -> tuple[Tensor, Tensor]:  # loss [n], s [n]
     (size, classes), slope = values.shape, None
@@ -107,14 +108,17 @@ def _become_gradient_(
     loss = torch.logaddexp(gap, torch.zeros_like(gap))
     # An infinite logit isn't a loss of 0: inf - inf is NaN, as torch's own loss.
     loss = torch.where(picked == torch.inf, torch.nan, loss)
-    scale = weight * gap.sigmoid()
-    if not (smooth or softcap is not None or expand):
+    miss = gap.sigmoid()
+    scale, at_target = weight * miss, -weight * miss
+    plain = loss
+    if confidence:
+        loss, at_target = _sharpen_(values, gap, plain, at_target, weight, confidence)
+    elif not (smooth or softcap is not None or expand):
         values[rows, target] = -1
         return loss, scale
     values.mul_(scale[:, None])
-    at_target = -scale
     if smooth:
-        loss += smoothing * (picked - mean)
+        loss = loss + smoothing * (picked - mean)
         share = smoothing / classes
         values.sub_((weight * share)[:, None])
         at_target += weight * (smoothing - share)
@@ -124,3 +128,26 @@ def _become_gradient_(
     if slope is not None:
         values.mul_(slope)
     return loss, torch.ones_like(scale)
+
+
+def _sharpen_(
+    q: Tensor,  # [n, V] softmax over the others, becomes their gradient over scale
+    gap: Tensor, loss: Tensor, at_target: Tensor, weight: Tensor,  # [n]
+    confidence: float,
+) -> tuple[Tensor, Tensor]:  # [n], [n]
+    """(loss, gradient of the target's logit) with confidence * entropy where the target leads.
+
+    d entropy / d z_j = -p_j (log p_j + entropy), with p = (1 - sigmoid(d)) for y and sigmoid(d) q
+    for the others, whose logarithms are -loss and d - loss + log q.
+    """
+    # A tie leads too: the largest of the others has the target's logit.
+    leads = (gap + q.amax(1).log()) <= 0
+    factor = leads.to(q.dtype) * confidence
+    q_log_q = torch.special.xlogy(q, q)
+    miss, log_miss = gap.sigmoid(), gap - loss
+    entropy = miss * (q_log_q.sum(1).neg_() - log_miss) + torch.exp(-loss) * loss
+    entropy = torch.where(leads, entropy, 0)  # and no NaN of a row whose p is NaN or 0
+    q.mul_((1 - factor * (log_miss + entropy).nan_to_num_(0.0, 0.0, 0.0))[:, None])
+    q.sub_(q_log_q.mul_(factor[:, None]))
+    at_target = at_target - weight * factor * torch.exp(-loss) * (entropy - loss)
+    return loss + factor * entropy, at_target

@@ -80,6 +80,13 @@ def _numbers(rest, picked, top, plain_sum, smoothing, classes, HAS_SMOOTHING: tl
 
 
 @triton.jit
+def _entropy(moment, picked, norm):
+    """Of a row: the first moment of the others' exponentials, and the target's logit, all with
+    the largest logit taken off; norm: the sum of all exponentials."""
+    return tl.log(norm) - (moment + picked * tl.exp(picked)) / norm
+
+
+@triton.jit
 def _cap_slope(raw, CAP: tl.constexpr):
     """d soft_cap / d raw = 1 - tanh^2, without its cancellation."""
     decay = tl.exp(tl.abs(raw) * (-2.0 / CAP))
@@ -109,7 +116,7 @@ def _cross_entropy_rows_kernel(
     logits_ptr, bias_ptr, grad_ptr,  # [N, W] fp32, [W], [N, W], which starts where logits do
     target_ptr, weight_ptr, smoothing_ptr, loss_ptr,  # [N]
     V, W, stride_logits, stride_grad,
-    EXCLUDED: tl.constexpr, CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EXCLUDED: tl.constexpr, CAP: tl.constexpr, CONFIDENCE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -128,12 +135,17 @@ def _cross_entropy_rows_kernel(
     top = tl.full((BLOCK_V,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK_V,), tl.float32)
     plain_sum = tl.zeros((BLOCK_V,), tl.float32)
+    moment = tl.zeros((BLOCK_V,), tl.float32)  # of logit - top under the exponentials
     for start in range(0, W, BLOCK_V):
         cols = start + offs_v
         values = soft_cap(_load_logits(logits_ptr, bias_ptr, cols, W, HAS_BIAS), CAP)
         allowed = (cols < V) & (cols != EXCLUDED)
         others = tl.where(allowed & (cols != target), values, float("-inf"))
         new_top = tl.maximum(top, others)
+        if CONFIDENCE > 0.0:
+            below = tl.where(allowed & (cols != target), values - new_top, 0.0)
+            moment = (moment + total * (top - new_top)) * tl.exp(top - new_top)
+            moment += below * tl.exp(others - new_top)
         total = total * tl.exp(top - new_top) + tl.exp(others - new_top)
         top = new_top
         if HAS_SMOOTHING:
@@ -149,6 +161,15 @@ def _cross_entropy_rows_kernel(
     loss, norm, share, at_target = _numbers(
         rest, picked, row_top, tl.sum(plain_sum, axis=0), smoothing,
         V - (1.0 if EXCLUDED >= 0 else 0.0), HAS_SMOOTHING)
+    factor, entropy = 0.0, 0.0
+    if CONFIDENCE > 0.0:
+        best = tl.max(top, axis=0)
+        factor = tl.where(picked >= best, CONFIDENCE, 0.0)
+        moment = (moment + total * (top - row_top)) * tl.exp(top - row_top)
+        entropy = _entropy(tl.sum(moment, axis=0), picked - row_top, norm)
+        loss += factor * entropy
+        p_target = tl.exp(picked - row_top) / norm
+        at_target -= factor * p_target * (picked - row_top - tl.log(norm) + entropy)
     tl.store(loss_ptr + row, loss)
 
     if WANT_GRAD:
@@ -160,7 +181,11 @@ def _cross_entropy_rows_kernel(
         for start in range(0, W, BLOCK_V):
             cols = start + offs_v
             raw = _load_logits(logits_ptr, bias_ptr, cols, W, HAS_BIAS)
-            grad = tl.exp(soft_cap(raw, CAP) - row_top) * scale - share
+            below = soft_cap(raw, CAP) - row_top
+            grad = tl.exp(below) * scale
+            if CONFIDENCE > 0.0:
+                grad *= 1.0 - factor * (below - tl.log(norm) + entropy)
+            grad -= share
             if CAP > 0.0:
                 grad *= _cap_slope(raw, CAP)
             grad = tl.where((cols < V) & (cols != EXCLUDED), grad, 0.0)
@@ -239,7 +264,7 @@ def cross_entropy_rows(
     grad: Tensor | None,  # [N, W]: the same memory as logits, row by row, in any dtype
     vocabulary: int,
     target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [N]
-    softcap: float | None, excluded_id: int | None,
+    softcap: float | None, excluded_id: int | None, confidence: float = 0.0,
 ) -> Tensor:  # [N] fp32
     """The unweighted loss of each row, 0 where row_weight is 0; grad gets row_weight * (d loss /
     d logits), if wanted, and 0 in columns from V on."""
@@ -252,7 +277,8 @@ def cross_entropy_rows(
             row_weight if want_grad else loss, loss if smoothing is None else smoothing, loss,
             vocabulary, logits.shape[1], logits.stride(0), grad.stride(0),
             EXCLUDED=-1 if excluded_id is None else excluded_id,
-            CAP=0.0 if softcap is None else softcap, HAS_BIAS=bias is not None,
+            CAP=0.0 if softcap is None else softcap, CONFIDENCE=confidence,
+            HAS_BIAS=bias is not None,
             HAS_SMOOTHING=smoothing is not None, WANT_GRAD=want_grad, BLOCK_V=BLOCK_V,
             # One stage: no load may move before the stores of an earlier iteration.
             num_warps=WARPS, num_stages=1, enable_fp_fusion=True,

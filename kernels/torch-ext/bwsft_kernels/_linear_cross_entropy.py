@@ -38,13 +38,16 @@ def linear_cross_entropy(
     options: object = None,
     row_weight: Tensor | None = None,  # [...]
     softcap: float | None = None, excluded_id: int | None = None,
+    confidence: float = 0.0,
     num_rows: int | None = None, chunk_bytes: int | None = None, impl: str = "auto",
 ) -> Tensor:  # fp32 (fp64 for fp64): a scalar, or [...] with reduction "none"
     """torch.nn.functional.linear_cross_entropy, at the cost of the rows that aren't ignored.
 
     row_weight multiplies the loss of each row; "mean" divides by its sum over kept rows, and is 0,
     with zero gradients, if no row is kept. softcap c: logits become c * tanh(logits / c).
-    excluded_id: this column leaves the softmax (SUBS of MDLM, arXiv:2406.07524).
+    excluded_id: this column leaves the softmax (SUBS of MDLM, arXiv:2406.07524). confidence: rows
+    whose target is the likeliest class add this times their entropy (CAP of LLaDA2.0,
+    arXiv:2512.15745).
     num_rows: host integer; rows after the first num_rows are not supervised, so a GPU needn't be
     synchronized to count them. chunk_bytes: most bytes of logits at a time; where it isn't given,
     512 MiB on a GPU, and on a CPU 32 Mi logits, twice as many for a trained head. `weight` and
@@ -56,7 +59,7 @@ def linear_cross_entropy(
     check_head(input, linear_weight, linear_bias)
     check_target(target, input)
     check_options(
-        reduction, softcap, excluded_id, chunk_bytes, label_smoothing, num_rows, impl,
+        reduction, softcap, excluded_id, chunk_bytes, label_smoothing, num_rows, confidence, impl,
         target.numel(), len(linear_weight))
     dtype = matmul_dtype(input, linear_weight, linear_bias)
     wide = torch.promote_types(dtype, torch.float32)
@@ -70,7 +73,8 @@ def linear_cross_entropy(
     loss, *_ = _linear_cross_entropy(
         *head, rows.target, rows.weight, rows.of(smoothing), reduction == "none",
         1.0 if smoothing is not None else float(label_smoothing), softcap, excluded_id,
-        chunk_bytes, impl, dtype, [tracked(tensor) for tensor in (input, *head[1:])])
+        chunk_bytes, impl, dtype, float(confidence),
+        [tracked(tensor) for tensor in (input, *head[1:])])
     return rows.spread(loss, flat.shape[0]).view(target.shape) if reduction == "none" else loss
 
 
@@ -169,7 +173,7 @@ HEAD = "Tensor x, Tensor weight, Tensor? bias"
 ROWS = "Tensor target, Tensor row_weight, Tensor? smoothing"
 SETTINGS = (
     "bool by_row, float smooth, float? softcap, int? excluded_id, int? chunk_bytes, str impl, "
-    "ScalarType dtype, bool[] needs")
+    "ScalarType dtype, float confidence, bool[] needs")
 _none_bwd = operator(
     "linear_cross_entropy_none_bwd",
     f"(Tensor upstream, {HEAD}, {ROWS}, {SETTINGS}) -> (Tensor, Tensor, Tensor)",

@@ -27,6 +27,7 @@ class LossOptions:
     chunk_bytes: int | None = None
     impl: str = "auto"
     dtype: torch.dtype = torch.float32  # of the matmuls
+    confidence: float = 0.0  # of the entropy of rows whose target leads
 
     @property
     def wide(self) -> torch.dtype:
@@ -78,7 +79,8 @@ def check_target(target: Tensor, input: Tensor) -> None:
 
 def check_options(
     reduction: str, softcap: float | None, excluded_id: int | None, chunk_bytes: int | None,
-    label_smoothing: float | Tensor, num_rows: int | None, impl: str, rows: int, vocabulary: int,
+    label_smoothing: float | Tensor, num_rows: int | None, confidence: float, impl: str, rows: int,
+    vocabulary: int,
 ) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}')
@@ -92,6 +94,8 @@ def check_options(
         raise ValueError(f"label_smoothing must lie in [0, 1], not {label_smoothing}")
     if num_rows is not None and not 0 <= num_rows <= rows:
         raise ValueError(f"num_rows must lie in [0, {rows}], not {num_rows}")
+    if not 0 <= confidence < float("inf"):
+        raise ValueError(f"confidence must be 0 or positive, not {confidence}")
     check_impl(impl)
 
 

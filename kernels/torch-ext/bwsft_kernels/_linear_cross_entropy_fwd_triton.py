@@ -52,11 +52,11 @@ def _logits_fwd_kernel(
 
 def row_bytes(
     vocabulary: int, dtype: torch.dtype, rows: int, device: torch.device,
-    softcap: float | None = None, smooth: bool = False,
+    softcap: float | None = None, smooth: bool = False, confidence: float = 0.0,
 ) -> int:
     """Bytes of scratch that a row takes in `loss_and_grad`, called with up to `rows` of them."""
     roads = possible_roads("logits", dtype, rows, device)
-    if _needs_logits(softcap, smooth):
+    if _needs_logits(softcap, smooth, confidence):
         roads = {CUBLAS}
     return max(_row_bytes(vocabulary, dtype, device, road, True) for road in roads)
 
@@ -67,20 +67,22 @@ def loss_and_grad(
     row_weight: Tensor, smoothing: Tensor | float,  # [N] fp32
     softcap: float | None, excluded_id: int | None,
     scratch: Tensor,  # uint8 [N or more, row_bytes or more], 16-byte aligned
+    confidence: float = 0.0,
 ) -> tuple[Tensor, Tensor, None]:  # [N] fp32, [N, W]
     """(unweighted loss, 0 where row_weight is; row_weight * d loss / d logits, in x's dtype, 0 in
     columns from V on; None: g is scaled). The gradient of a row begins where its scratch does."""
     size, smooth = len(x), isinstance(smoothing, Tensor) or smoothing != 0
-    need = size, row_bytes(len(weight), x.dtype, size, x.device, softcap, smooth)
+    need = size, row_bytes(len(weight), x.dtype, size, x.device, softcap, smooth, confidence)
     if any(there < least for there, least in zip(scratch.shape, need, strict=True)):
         raise ValueError(f"scratch must be {list(need)} or more, not {list(scratch.shape)}")
     if size == 0:
         return row_weight.new_empty(0), x.new_empty(0, _width(len(weight))), None
     head, smoothing = _prepare(x, weight, bias, smoothing)
-    rows = target.contiguous(), row_weight.contiguous(), smoothing, softcap, excluded_id
-    runs = {road: partial(run, *head, *rows, scratch) for road, run in _RUNS.items()}
-    road = CUBLAS if _needs_logits(softcap, smooth) else tuned_road("logits", x, size, runs)
-    return *runs[road](), None
+    rows = target.contiguous(), row_weight.contiguous(), smoothing, softcap, excluded_id, scratch
+    if _needs_logits(softcap, smooth, confidence):
+        return *by_cublas(*head, *rows, confidence), None
+    runs = {road: partial(run, *head, *rows) for road, run in _RUNS.items()}
+    return *runs[tuned_road("logits", x, size, runs)](), None
 
 
 def head_loss(
@@ -89,6 +91,7 @@ def head_loss(
     smoothing: Tensor | float,  # [N] fp32
     softcap: float | None, excluded_id: int | None,
     chunk_bytes: int,  # most bytes of partial sums or logits at a time
+    confidence: float = 0.0,
 ) -> Tensor:  # [N] fp32
     """The loss of `loss_and_grad`, without weights and without the gradient."""
     (x, *head), smoothing = _prepare(x, weight, bias, smoothing)
@@ -102,10 +105,13 @@ def head_loss(
         for start, stop in chunks:
             part = slice(start, stop)
             smooth = None if smoothing is None else smoothing[part]
-            rows = target[part], None, smooth, softcap, excluded_id
-            loss[part], _ = _RUNS[road](x[part], *head, *rows, scratch)
+            rows = target[part], None, smooth, softcap, excluded_id, scratch
+            more = (confidence,) if road == CUBLAS else ()
+            loss[part], _ = _RUNS[road](x[part], *head, *rows, *more)
         return loss
 
+    if confidence:
+        return sweep(CUBLAS)
     runs = {road: partial(sweep, road) for road in _RUNS}
     return runs[tuned_road("loss", x, len(x), runs)]()
 
@@ -114,7 +120,7 @@ def by_cublas(
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [W]
     target: Tensor, row_weight: Tensor | None, smoothing: Tensor | None,  # [N]
     softcap: float | None, excluded_id: int | None,
-    scratch: Tensor,
+    scratch: Tensor, confidence: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """`loss_and_grad` by fp32 logits; without row_weight the loss alone."""
     (size, _), vocabulary, width = x.shape, len(weight), _width(len(weight))
@@ -123,7 +129,8 @@ def by_cublas(
     wide_product(x, weight.t(), logits[:, :vocabulary])
     grad = None if row_weight is None else scratch.view(x.dtype)[:, :width]
     loss = cross_entropy_rows(
-        logits, bias, grad, vocabulary, target, row_weight, smoothing, softcap, excluded_id)
+        logits, bias, grad, vocabulary, target, row_weight, smoothing, softcap, excluded_id,
+        confidence)
     return loss, grad
 
 
@@ -174,10 +181,10 @@ def by_triton(
 _RUNS = {CUBLAS: by_cublas, TRITON: by_triton}
 
 
-def _needs_logits(softcap: float | None, smooth: bool) -> bool:
-    """Soft-cap and smoothing together: their gradient needs exponential and slope of each logit,
-    and a tile keeps one number, their product."""
-    return softcap is not None and smooth
+def _needs_logits(softcap: float | None, smooth: bool, confidence: float) -> bool:
+    """Soft-cap and smoothing together, or entropy: their gradient needs two numbers of each logit,
+    and a tile keeps one, exponential times slope."""
+    return softcap is not None and smooth or confidence > 0
 
 
 def _width(vocabulary: int) -> int:

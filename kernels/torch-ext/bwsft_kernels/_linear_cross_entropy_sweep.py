@@ -48,7 +48,7 @@ def losses(
     smooth = options.smooth if smoothing is None else smoothing
     loss = kernels.head_loss(
         x, weight, bias, target, smooth, options.softcap, options.excluded_id,
-        options.budget(x.device, False))
+        options.budget(x.device, False), options.confidence)
     return loss.masked_fill_(row_weight == 0, 0)
 
 
@@ -87,7 +87,7 @@ def sweep(
             smooth = options.smooth if smoothing is None else smoothing[part]
             loss, g, scale = road.loss_and_grad(
                 chunk, weight, bias, target[part], row_weight[part], smooth, options.softcap,
-                options.excluded_id, scratch)
+                options.excluded_id, scratch, options.confidence)
             grad_x = grad_input(g, weight) if need_x else empty
             if need_x and scale is not None:
                 grad_x *= scale[:, None]
@@ -179,7 +179,8 @@ def _plan(
     """(scratch bytes of a row, chunks of rows); trained: the head gets a gradient."""
     road, device = _road(options.impl, weight), weight.device
     per_row = road.row_bytes(
-        len(weight), options.dtype, size, device, options.softcap, options.smooth != 0)
+        len(weight), options.dtype, size, device, options.softcap, options.smooth != 0,
+        options.confidence)
     return per_row, plan_chunks(size, per_row, options.budget(device, trained))
 
 

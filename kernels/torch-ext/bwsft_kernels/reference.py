@@ -26,7 +26,7 @@ def linear_cross_entropy(
     reduction: str = "mean", ignore_index: int = -100,
     label_smoothing: float | Tensor = 0.0,  # [...]
     row_weight: Tensor | None = None,  # [...]
-    softcap: float | None = None, excluded_id: int | None = None,
+    softcap: float | None = None, excluded_id: int | None = None, confidence: float = 0.0,
 ) -> Tensor:
     """Full logits, loss and gradient by autograd, in the dtype of the input."""
     keep = target != ignore_index
@@ -41,7 +41,15 @@ def linear_cross_entropy(
     lse = logits.masked_fill(~allowed, float("-inf")).logsumexp(-1)
     mean = logits.masked_fill(~allowed, 0).sum(-1) / allowed.sum()
     plain = lse - logits.gather(-1, target[..., None])[..., 0]
-    loss = row_weight * ((1 - label_smoothing) * plain + label_smoothing * (lse - mean))
+    loss = (1 - label_smoothing) * plain + label_smoothing * (lse - mean)
+    if confidence:
+        log_p = (logits - lse[..., None]).masked_fill(~allowed, float("-inf"))
+        p = log_p.exp()
+        others = p.scatter(-1, target[..., None], -1.0).amax(-1)
+        right = p.gather(-1, target[..., None])[..., 0] >= others
+        entropy = -(p * torch.where(p > 0, log_p, 0)).sum(-1)
+        loss = loss + confidence * torch.where(right, entropy, 0)
+    loss = row_weight * loss
     if reduction == "none":
         return loss
     if reduction == "sum":

@@ -78,6 +78,7 @@ def cases(draw, sizes, vocabularies, depths):
         reduction=draw(st.sampled_from(["mean", "sum", "none"])),
         label_smoothing=draw(st.sampled_from([0.0, 0.1, torch.rand(n, generator=generator)])),
         softcap=draw(st.sampled_from([None, 5.0])),
+        confidence=draw(st.sampled_from([0.0, 0.0, 0.5])),
         ignore_index=draw(st.sampled_from([-100, -1, 10**6])),
     )
     if draw(st.booleans()):
