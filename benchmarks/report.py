@@ -74,11 +74,11 @@ def headline(content: dict) -> str:
         return f"{done} of {len(content['parts'])} parts ended well"
     results = [Result(**r) for r in content["points"][0]["results"]]
     times = {r.name: r.median_s for r in results if r.median_s}
-    if "naive" not in times:
+    if not times:
         return "counted, not timed"
-    return ", ".join(
-        f"{name} {times['naive'] / t:.2f}x" for name, t in times.items() if name != "naive"
-    )
+    base = "naive" if "naive" in times else next(iter(times))
+    note = "" if base == "naive" else f", times {base}'s"
+    return ", ".join(f"{n} {times[base] / t:.2f}x" for n, t in times.items() if n != base) + note
 
 
 def section(path: Path, content: dict) -> list[str]:
