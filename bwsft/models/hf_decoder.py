@@ -114,12 +114,17 @@ class DecoderBackbone(Backbone):
         return module.weight, module.bias
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        layers = checkpointed_layers(self.decoder)
-        if enabled and not layers:
-            raise ValueError(f"{type(self.decoder).__name__} has no gradient checkpointing")
-        for layer in layers:
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-            layer.gradient_checkpointing = enabled
+        checkpoint_layers(self.decoder, enabled)
+
+
+def checkpoint_layers(decoder: nn.Module, enabled: bool) -> None:
+    """Set the flag of every layer that has one; ``ValueError`` if none has."""
+    layers = checkpointed_layers(decoder)
+    if enabled and not layers:
+        raise ValueError(f"{type(decoder).__name__} has no gradient checkpointing")
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.gradient_checkpointing = enabled
 
 
 def checkpointed_layers(decoder: nn.Module) -> list[nn.Module]:

@@ -19,7 +19,7 @@ _REFUSED = (
     ("SDAR-MoE", ("sdarmoe", "sdar_moe"), _EXPERTS),
     (
         "DiffusionGemma", ("diffusiongemma", "diffusion_gemma"),
-        "its canvas holds random tokens and no [MASK]",
+        "its canvas holds random tokens and no [MASK]; docs/diffusion_gemma.md trains it in Python",
     ),
     (
         "Fast-dLLM v2", ("fast_dllm",),

@@ -1,0 +1,36 @@
+"""A random DiffusionGemma small enough for a test, with sliding windows and experts."""
+
+import torch
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+CANVAS, WINDOW, VOCABULARY = 4, 6, 61
+
+
+def tiny_diffusion_gemma(std=0.25) -> DiffusionGemmaForBlockDiffusion:
+    """Weights of a size at which every part matters, and buffers in which encoder and decoder
+    differ, as those of the published model may."""
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, global_head_dim=12,
+        num_global_key_value_heads=1, num_experts=4, top_k_experts=2, moe_intermediate_size=16,
+        sliding_window=WINDOW, max_position_embeddings=256, pad_token_id=0, eos_token_id=1,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8, patch_size=4,
+    )  # fmt: skip
+    config = DiffusionGemmaConfig(
+        text_config=sizes, vision_config={"model_type": "gemma4_vision"} | vision,
+        canvas_length=CANVAS, image_token_id=VOCABULARY - 1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config._experts_implementation = "eager"  # which knows float64
+    model = DiffusionGemmaForBlockDiffusion(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "vision" not in name:
+                parameter.normal_(std=std)
+        for number, layer in enumerate(model.model.encoder.language_model.layers):
+            layer.layer_scalar.fill_(0.9 - 0.1 * number)
+    return model
