@@ -21,6 +21,7 @@ commands
                  --config FILE: settings from a YAML or JSON file;
                  --resume RUN: go on with a run
   data SOURCE    look at a data set before training: columns, lengths, what is left out
+  prepare PRESET tokenize the data of a training beforehand, without a GPU
   generate       decode prompts with a run, checkpoint or model folder
   chat           talk to a model and watch its tokens being unmasked
   evaluate       Pass@1 on GSM8K- or MATH-shaped files
@@ -97,11 +98,13 @@ def _command(argv: list[str] | None) -> int:
 
         say(__version__)
         return 0
-    if name not in ("train", *COMMANDS):
-        hint = meant(name, ("train", *COMMANDS))
+    if name not in ("train", "prepare", *COMMANDS):
+        hint = meant(name, ("train", "prepare", *COMMANDS))
         say(f"bwsft: unknown command {name!r}{hint}\n\n{usage}", file=sys.stderr)
         return 2
     try:
+        if name == "prepare":  # with the flags of train
+            return _ready(lambda: _named("bwsft.commands.prepare:run_prepare"))(words)
         return _train(words) if name == "train" else _run(name, words)
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and reader_gone():

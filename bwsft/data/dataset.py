@@ -5,28 +5,19 @@ A cached set holds every well-formed record, so that tokenizing once serves ever
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from bwsft.data import sources, token_cache
+from bwsft.data import preparation, sources, token_cache
 from bwsft.data import tokenizer as tokenizer_module
-from bwsft.data.chat_template import Prepared, Template
-from bwsft.data.examples import TURN_BIT, DataOptions, ExampleReader
+from bwsft.data.chat_template import Template
+from bwsft.data.examples import TURN_BIT, DataOptions
 from bwsft.data.packing import CanvasLayout, Example
 from bwsft.utils import lines, strict_json
 from bwsft.utils.files import cache_folder
-
-ARRAYS = {
-    "tokens": np.int32,
-    "prompt_lengths": np.int64,
-    "response_lengths": np.int64,
-    "sample_ids": np.int64,
-}
 
 
 @dataclass(frozen=True)
@@ -114,10 +105,12 @@ def load_set(
         key = _cache_key(opened.digest, tokenizer_module.tokenizer_digest(tokenizer), options)
         path = cache_folder(cache_dir) / f"{key}.safetensors"
     whole = token_cache.load(path) if path else None
+    if whole is None and path:
+        place = str(source) if isinstance(source, str | Path) else None
+        if preparation.prepare(path, opened, template, options, place):
+            whole = token_cache.load(path)
     if whole is None:
-        whole = _tokenize(opened, template, options)
-        if path:
-            token_cache.save(path, *whole)
+        whole = preparation.in_memory(opened, template, options)
     kept = _filter(*whole, options, template.end_ids, opened.name)
     _check_ids(kept, opened.name, options)
     return kept
@@ -126,8 +119,7 @@ def load_set(
 def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
     """The code that makes the ids is part of the key, so that an edit never serves stale ids."""
     code = [file.read_bytes() for file in _code_files()]
-    names = ("template", "template_args", "columns", "turns", "on_bad", "exclude_type")
-    parts = [source, tokenizer, *(getattr(options, name) for name in names)]
+    parts = [source, tokenizer, *(getattr(options, name) for name in preparation.DECISIVE)]
     parts += [hashlib.sha256(text).hexdigest() for text in code]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -135,43 +127,6 @@ def _cache_key(source: str, tokenizer: str, options: DataOptions) -> str:
 def _code_files() -> list[Path]:
     beside = [Path(module.__file__) for module in (strict_json, lines)]
     return [*sorted(Path(__file__).parent.glob("*.py")), *beside]
-
-
-def _tokenize(
-    source: sources.Source, template: Template, options: DataOptions
-) -> tuple[dict, dict]:
-    """(arrays of all well-formed records, what became of the others)."""
-    reader = ExampleReader(template, options)
-    count = 0
-
-    def ready(bar: tqdm) -> Iterator[tuple[int, Prepared]]:
-        nonlocal count
-        for number, row in enumerate(source.rows()):
-            yield from reader.examples(number, *row)
-            count += 1
-            bar.update()
-
-    def characters(item: tuple[int, Prepared]) -> int:
-        return len(item[1].prompt) + len(item[1].response)
-
-    parts = [_flatten([], [])]
-    with tqdm(total=source.total, desc="tokenizing", unit=" records", disable=None) as bar:
-        for chunk in tokenizer_module.chunks(ready(bar), characters):
-            ids, texts = zip(*chunk, strict=True)
-            parts.append(_flatten(template.tokenize(texts), ids))
-    if not count:
-        raise ValueError(f"there are no records in {source.name}")
-    columns = zip(*parts, strict=True)
-    arrays = {name: np.concatenate(c) for name, c in zip(ARRAYS, columns, strict=True)}
-    facts = reader.facts() | {"records": count}
-    return arrays, facts | {"digest": token_cache.content_digest(arrays)}
-
-
-def _flatten(encoded: list[tuple[list, list]], sample_ids: Sequence[int]) -> list[np.ndarray]:
-    flat = [i for prompt, response in encoded for i in (*prompt, *response)]
-    lengths = [[len(pair[side]) for pair in encoded] for side in (0, 1)]
-    columns = (flat, *lengths, sample_ids)
-    return [np.array(c, dtype=d) for c, d in zip(columns, ARRAYS.values(), strict=True)]
 
 
 def _filter(
@@ -226,8 +181,9 @@ def canvas_lengths(
     prompts: np.ndarray, responses: np.ndarray, layout: CanvasLayout
 ) -> np.ndarray:  # [n] of [n]
     """Positions that the canvas of each example takes."""
-    pairs, which = np.unique(np.stack([prompts, responses]), axis=1, return_inverse=True)
-    rows = [layout.lengths(prompt, response)[1] for prompt, response in pairs.T.tolist()]
+    width = int(responses.max(initial=0)) + 1
+    pairs, which = np.unique(prompts * width + responses, return_inverse=True)
+    rows = [layout.lengths(*divmod(pair, width))[1] for pair in pairs.tolist()]
     return np.array(rows, dtype=np.int64)[which.reshape(-1)]
 
 
@@ -260,16 +216,19 @@ def _quantiles(values: np.ndarray) -> dict[str, int]:
 
 def _check_ids(kept: TokenizedSet, name: str, options: DataOptions) -> None:
     """Raises ValueError for [MASK] or an id outside the vocabulary in any kept example."""
-    bad = np.zeros(len(kept.tokens), dtype=bool)
-    if options.mask_id is not None:
-        bad |= kept.tokens == options.mask_id
-    if options.vocab_size is not None:
-        bad |= (kept.tokens < 0) | (kept.tokens >= options.vocab_size)
-    at = np.flatnonzero(bad)
-    owner = np.searchsorted(kept.starts, at, side="right") - 1
     ends = kept.starts + kept.prompt_lengths + kept.response_lengths
-    mine = (owner >= 0) & (at < ends[owner])  # the others belong to dropped examples
-    if not mine.any():
+    for start, ids in token_cache.pieces(kept.tokens):
+        bad = np.zeros(len(ids), dtype=bool)
+        if options.mask_id is not None:
+            bad |= ids == options.mask_id
+        if options.vocab_size is not None:
+            bad |= (ids < 0) | (ids >= options.vocab_size)
+        at = start + np.flatnonzero(bad)
+        owner = np.searchsorted(kept.starts, at, side="right") - 1
+        mine = (owner >= 0) & (at < ends[owner])  # the others belong to dropped examples
+        if mine.any():
+            break
+    else:
         return
     token, row = int(kept.tokens[at[mine][0]]), int(kept.sample_ids[owner[mine][0]])
     if token == options.mask_id:

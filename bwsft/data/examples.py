@@ -1,15 +1,19 @@
 """Records to examples ready to tokenize: what is an example, what is left out, what is not read."""
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bwsft.data import records
 from bwsft.data.chat_template import Prepared, Template
 from bwsft.data.columns import Columns, shown
-from bwsft.data.packing import CanvasLayout
 from bwsft.data.records import Record
+
+if TYPE_CHECKING:  # packing imports torch, which processes that only tokenize do without
+    from bwsft.data.packing import CanvasLayout
 
 TURN_BIT = 40  # a sample id is the record's number + (answers after this one << TURN_BIT)
 LISTED = 20  # malformed records, or unread columns, that a report names; the rest only count
@@ -63,16 +67,18 @@ class ExampleReader:
         self.read: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
         self.skipped: list[dict[str, str]] = []
-        self.examples_read = 0
+        self.examples_read = self.records = 0
 
     def facts(self) -> dict[str, Any]:
         return {
             "examples": self.examples_read, "dropped": dict(self.dropped), "first": self.first,
             "read": dict(self.read), "unread": dict(self.unread), "skipped": self.skipped,
+            "records": self.records,
         }  # fmt: skip
 
     def examples(self, number: int, place: str, raw: Any) -> Iterator[tuple[int, Prepared]]:
         """(sample id, text) of each example of record `number`."""
+        self.records += 1
         try:
             found = list(self._examples(raw))
         except ValueError as error:
@@ -99,8 +105,8 @@ class ExampleReader:
         unread = [*record.unread, *self._unprinted(record)]
         unread += ["type"] if record.kind and not exclude else []
         for name in unread:
-            self._count(self.unread, name)
-        self._count(self.read, ", ".join(record.read))
+            _count(self.unread, name)
+        _count(self.read, ", ".join(record.read))
         if exclude and exclude in record.kind:
             yield 0, f"type contains {exclude}"
             return
@@ -113,15 +119,32 @@ class ExampleReader:
             if self.options.turns == "last":
                 return
 
-    def _count(self, counter: Counter[str], name: str) -> None:
-        """Count a name; names may be as many as records."""
-        counter[name if name in counter or len(counter) < LISTED else "others"] += 1
-
     def _unprinted(self, record: Record) -> list[str]:
         """Fields of messages, and tools, that the chat template's text does not name."""
         names = {name for turn in record.messages for name in turn} - {"role", "content"}
         names |= {"tools"} if record.tools else set()
         return sorted(shown(name) for name in names if not self.template.reads(name))
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The facts of several readers, one after the other, as those of one."""
+    whole = {"examples": 0, "dropped": Counter(), "first": {}, "read": Counter(),
+             "unread": Counter(), "skipped": [], "records": 0}  # fmt: skip
+    for facts in parts:
+        for name in ("examples", "records"):
+            whole[name] += facts[name]
+        whole["dropped"].update(facts["dropped"])
+        for name in ("read", "unread"):
+            for column, count in facts[name].items():
+                _count(whole[name], column, count)
+        whole["first"] = facts["first"] | whole["first"]
+        whole["skipped"] += facts["skipped"][: LISTED - len(whole["skipped"])]
+    return {k: dict(value) if isinstance(value, Counter) else value for k, value in whole.items()}
+
+
+def _count(counter: Counter[str], name: str, by: int = 1) -> None:
+    """Count a name; names may be as many as records."""
+    counter[name if name in counter or len(counter) < LISTED else "others"] += by
 
 
 def _unfit(record: Record, at: int) -> str | None:

@@ -25,12 +25,14 @@ from bwsft.utils import hub
 @dataclass(frozen=True)
 class Source:
     """Where records come from. `digest` changes with the content, None if it isn't worth caching;
-    `rows()` yields (place, raw value) in source order, the raw value of JSONL being bytes."""
+    `rows()` yields (place, raw value) in source order, the raw value of JSONL being bytes; what is
+    read as a stream says about how many bytes it has."""
 
     name: str
     digest: str | None
     total: int | None
     rows: Callable[[], Iterator[Row]]
+    size: int = 0
 
 
 def open_source(
@@ -109,7 +111,9 @@ def _open_files(paths: list[Path], name: str) -> Source:
             yield from file_formats.rows(path, label, found[path][0])
 
     total = sum(counts) if len(counts) == len(paths) else None
-    return Source(name, f"files:{digest}", total, rows)
+    streamed = FORMATS[formats[0]] is not FORMATS[".json"]
+    size = sum(path.stat().st_size for path in paths) if streamed else 0
+    return Source(name, f"files:{digest}", total, rows, size)
 
 
 def _open_folder(
@@ -154,7 +158,8 @@ def _table_source(table: Any, name: str, place: str) -> Source:
         if table.cache_files and _content(table) != content:
             raise file_formats.changed(name)
 
-    return Source(name, f"dataset:{table._fingerprint}:{content}", len(table), rows)
+    digest = f"dataset:{table._fingerprint}:{content}"
+    return Source(name, digest, len(table), rows, table.data.nbytes)
 
 
 def _content(table: Any) -> str:

@@ -70,12 +70,15 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def _read_tokenizer(name: str) -> Any:
     """A tokenizer of any kind from its tokenizer.json; Qwen's also from what Dream publishes."""
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    from transformers import PreTrainedTokenizerFast
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(name)
     except Exception:
+        # These import torch, which a process that only tokenizes does without.
+        from transformers import Qwen2Tokenizer
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
         if get_tokenizer_config(name).get("tokenizer_class") not in QWEN_CLASSES:
             raise
     tokenizer = Qwen2Tokenizer.from_pretrained(name)

@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 try:
     import fcntl
@@ -42,10 +43,17 @@ def fsync_path(path: Path) -> None:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file through a temporary neighbour, fsync and rename."""
+    with file_atomic(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def file_atomic(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a temporary file that becomes `path` by one rename when the block succeeds."""
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
     with naming(path), _temporary(path, lambda new: new.touch(exist_ok=False)) as temporary:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            yield file
         fsync_path(temporary)
         os.replace(temporary, path)
     fsync_path(path.parent)

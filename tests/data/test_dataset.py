@@ -10,7 +10,7 @@ import pytest
 from jsonl import write
 from tiny_tokenizer import byte_tokenizer
 
-from bwsft.data import chat_template, token_cache
+from bwsft.data import chat_template, preparation, token_cache
 from bwsft.data import dataset as data
 from bwsft.data import tokenizer as tokenizer_module
 from bwsft.data.dataset import canvas_lengths, load_set
@@ -255,7 +255,7 @@ def tokens_of(kept):
 
 def test_cache_is_used_and_mapped(tokenizer, source, tmp_path, monkeypatch):
     first = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
-    monkeypatch.setattr(data, "_tokenize", None)  # any further tokenizing fails
+    monkeypatch.setattr(preparation, "tokenized", None)  # any further tokenizing fails
     second = load_set(source, tokenizer, PLAIN, tmp_path / "cache")
     assert isinstance(second.tokens, np.memmap) and not second.tokens.flags.writeable
     assert tokens_of(first) == tokens_of(second)
@@ -309,7 +309,7 @@ def test_cache_follows_all_that_makes_ids(tokenizer, source, tmp_path, monkeypat
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "garbage", "empty", "header"])
 def test_damaged_cache_is_rebuilt(tokenizer, source, tmp_path, damage):
     cache = tmp_path / "cache"
-    first = load_set(source, tokenizer, PLAIN, cache)
+    first = tokens_of(load_set(source, tokenizer, PLAIN, cache))
     (path,) = cache.iterdir()
     content = bytearray(path.read_bytes())
     if damage == "truncated":
@@ -323,7 +323,7 @@ def test_damaged_cache_is_rebuilt(tokenizer, source, tmp_path, damage):
     path.write_bytes(content)
     with pytest.warns(UserWarning, match="rebuilding the damaged token cache"):
         again = load_set(source, tokenizer, PLAIN, cache)
-    assert tokens_of(again) == tokens_of(first)
+    assert tokens_of(again) == first
     assert list(cache.iterdir()) == [path]
     assert token_cache.load(path) is not None
 

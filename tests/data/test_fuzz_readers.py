@@ -55,8 +55,9 @@ def parquet(*records):
 def cached_tokens(path):
     import numpy as np
 
-    arrays = {"tokens": np.arange(5, dtype=np.int32), "sample_ids": np.arange(2)}
-    token_cache.save(path, arrays, {"digest": token_cache.content_digest(arrays)})
+    columns = [np.arange(5, dtype=dtype) for dtype in token_cache.COLUMNS.values()]
+    token_cache.save_shard(path.parent / "shard", [columns], dict)
+    token_cache.save(path, [path.parent / "shard"], {})
     return path.read_bytes()
 
 
