@@ -64,6 +64,7 @@ def test_processes_make_the_same_file(source, tokenizer, tmp_path, shards_of_8, 
         assert file.get_tensor("tokens").tolist() == alone.tokens.tolist()
 
 
+@pytest.mark.slow
 def test_an_interrupted_preparation_goes_on(source, tokenizer, tmp_path, shards_of_8, monkeypatch):
     _, content = prepared(source, tokenizer, tmp_path / "alone")
     tokenized, done = preparation.tokenized, []
