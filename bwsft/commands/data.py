@@ -62,9 +62,8 @@ def source_of(command: DataCommand) -> Any:
         return command.source
     if command.subset:
         raise ValueError("generated problems have no --subset, only --split train or test")
-    return word_problems.generate(
-        command.limit or GENERATED, generated.seed or 0, command.split or "train", generated.largest
-    )
+    asked = command.limit or GENERATED
+    return generated.problems(asked, generated.seed or 0, command.split or "train")
 
 
 def rows_of(command: DataCommand) -> Iterator[Row]:

@@ -39,11 +39,13 @@ def open_source(
     source: Any, subset: str | None = None, split: str | None = None, usual_split: str = "train"
 ) -> Source:
     """Opens a file, a folder or glob of files, a Hub id, or records in Python: a list, another
-    sequence, a `datasets.Dataset` or DatasetDict, a pandas DataFrame.
+    sequence, a `datasets.Dataset` or DatasetDict, a pandas DataFrame; a Source is one already.
 
     `subset` is the configuration of a Hub data set (the folder in a copy of one); `split` defaults
     to `usual_split`. Raises ValueError if there is nothing to read, naming the source.
     """
+    if isinstance(source, Source):
+        return source
     if not isinstance(source, str | Path):
         return _open_object(source, subset, split, usual_split)
     name, path = str(source), Path(source).expanduser()

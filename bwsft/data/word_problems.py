@@ -26,6 +26,21 @@ STORIES = (
         "-",
     ),
 )
+# The shift that a model trained on those is fine-tuned to: other texts of the same words, other
+# operations in the third, and an answer in one chain.
+NEW_STORIES = (
+    ("{name} has {a} {things}, Kim {b} and Joe {c}. How many in all?", "+", "+"),
+    ("{name} finds {a} {things} and then {b}. Kim buys {c}. How many stay?", "+", "-"),
+    ("Of {a} {things} {name} gives {b} to Kim and {c} to Joe. How many stay?", "-", "-"),
+    ("Kim has {c} {things}, {name} {a} bags with {b} each. How many in all?", "x", "+"),
+    ("{name} sells {c} {things} of {a} bags with {b} each. How many stay?", "x", "-"),
+)
+KINDS = {
+    "wordproblems": (STORIES, "{a} {first} {b} = {middle}. {middle} {second} {c} = {result}."),
+    "newstories": (
+        NEW_STORIES, "{a} {first} {b} {second} {c} = {middle} {second} {c} = {result}"
+    ),
+}  # fmt: skip
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "x": operator.mul}
 
 
@@ -41,24 +56,31 @@ class Generated:
     largest: int = 9
     seed: int | None = None
     """None: training problems alone, of seed 0, as the embedded base was trained on."""
+    kind: str = "wordproblems"
+    """Stories and form of answer: a key of KINDS."""
+
+    def problems(self, count: int, seed: int, split: str = "train") -> list[dict[str, str]]:
+        """So many of these problems, of a seed and a split."""
+        return generate(count, seed, split, self.largest, self.kind)
 
 
 def named(data: str | None) -> Generated | None:
-    """What a run's `data` asks for: operands up to 9 (None), "wordproblems-20" or
-    "wordproblems-20-seed2"; None for any other text, which is a file or a Hub id."""
+    """What a run's `data` asks for: operands up to 9 (None), "wordproblems-20",
+    "wordproblems-20-seed2" or "newstories-9-seed2"; None for any other text, which is a file or a
+    Hub id."""
     if data is None:
         return Generated()
     found = isinstance(data, str) and re.fullmatch(
-        r"wordproblems-(\d+)(?:-seed(\d+))?", data, re.ASCII
+        r"(wordproblems|newstories)-(\d+)(?:-seed(\d+))?", data, re.ASCII
     )
     if not found:  # a file, a Hub id, or records
         return None
-    largest, seed = found.groups()
-    return Generated(int(largest), None if seed is None else int(seed))
+    kind, largest, seed = found.groups()
+    return Generated(int(largest), None if seed is None else int(seed), kind)
 
 
 def generate(
-    count: int, seed: int = 0, split: str = "train", largest: int = 9
+    count: int, seed: int = 0, split: str = "train", largest: int = 9, kind: str = "wordproblems"
 ) -> list[dict[str, str]]:
     """`count` query/response records with operands from 2 to `largest`, a pure function.
 
@@ -72,17 +94,19 @@ def generate(
     # random() is the one method whose sequence Python promises to keep between versions.
     draw = random.Random(f"{seed} {split}").random
     problems: list[dict[str, str]] = []
+    stories, form = KINDS[kind]
     while len(problems) < count:
-        story = int(draw() * len(STORIES))
+        story = int(draw() * len(stories))
         a, b, c = (2 + int(draw() * (largest - 1)) for _ in range(3))
         name, things = NAMES[int(draw() * len(NAMES))], THINGS[int(draw() * len(THINGS))]
         is_wanted = is_test(story, a, b, c) == (split == "test")
-        text, first, second = STORIES[story]
+        text, first, second = stories[story]
         a += b if first == "-" else 0  # nobody loses more than there is
         middle = _OPERATIONS[first](a, b)
         result = _OPERATIONS[second](middle, c)
         if result >= 0 and is_wanted:
-            steps = f"{a} {first} {b} = {middle}. {middle} {second} {c} = {result}."
-            query = text.format(name=name, things=things, a=a, b=b, c=c)
+            numbers = {"a": a, "b": b, "c": c}
+            query = text.format(name=name, things=things, **numbers)
+            steps = form.format(first=first, second=second, middle=middle, result=result, **numbers)
             problems.append({"query": query, "response": f"{steps}\nThe answer is: {result}"})
     return problems

@@ -33,6 +33,10 @@ class Arm:
     """Updates are those of so many traversals of the data."""
     cpu_seconds: float | None = None
     """Updates are as many as take this time."""
+    rates: tuple[float, ...] = ()
+    """Peak learning rates that its pilot chooses from."""
+    rate_of: str | None = None
+    """The learning rate is what this arm's pilot chose."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,35 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Primary:
+    """Of some ways to train at least one is better than another way, at several budgets of FLOPs
+    (primary.py). Ways are named without their budget."""
+
+    text: str
+    variants: tuple[str, ...]
+    other: str
+    multiplier: float | None = None
+    """It reaches the other's final quality with so many times fewer FLOPs; None: it ends lower."""
+
+
+@dataclass(frozen=True)
 class Plan:
     name: str
     title: str
     question: str
     arms: Sequence[Arm]
     claims: Sequence[Claim]
+    primary: Sequence[Primary] = ()
+    """Claims about arms that are named "WAY, BUDGET"; they are judged by the first measure."""
+    budgets: tuple[int, ...] = ()
+    """Updates of the cheapest way to spend each budget, in rising order."""
+    start: c.Config | None = None
+    """Training of the model that all arms start from, where none is named."""
+
+
+def at_budget(way: str, budget: int) -> str:
+    """Name of the arm that trains this way for so many updates' FLOPs."""
+    return f"{way}, {budget}"
 
 
 def only(plan: Plan, names: Sequence[str]) -> Plan:

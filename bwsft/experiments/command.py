@@ -14,10 +14,10 @@ from bwsft.data.word_problems import named
 from bwsft.experiments import report, scales
 from bwsft.experiments.arms import only
 from bwsft.experiments.estimate import print_plan
-from bwsft.experiments.measures import TestSet
+from bwsft.experiments.measures import GENERATED, TestSet
 from bwsft.experiments.options import ExperimentOptions
 from bwsft.experiments.plans import PILOT_SEED, PLANS
-from bwsft.experiments.runner import run_plan, with_updates
+from bwsft.experiments.runner import OutOfTime, run_plan, with_updates
 from bwsft.experiments.scales import Scale
 from bwsft.utils.claims import lock_folder
 from bwsft.utils.files import write_atomic
@@ -50,8 +50,12 @@ def run_experiment(options: ExperimentOptions) -> int:
         if not stored.exists():  # the plan as it stood before any result
             content = {"scale": scale.name, "seeds": seeds, "plan": dataclasses.asdict(plan)}
             write_atomic(stored, json.dumps(content, indent=1) + "\n")
-        arms = run_plan(plan, seeds, out, tests, options.jobs)
-        finished = report.Finished(plan, scale, seeds, tests, arms)
+        try:
+            plan, arms, pilots = run_plan(plan, seeds, out, tests, options.jobs, options.minutes)
+        except OutOfTime as why:
+            say(str(why))
+            return 0
+        finished = report.Finished(plan, scale, seeds, tests, arms, pilots)
         page = report.write(finished, pages)
     show(finished)
     say(f"report: {page}")
@@ -60,7 +64,8 @@ def run_experiment(options: ExperimentOptions) -> int:
 
 def chosen_scale(options: ExperimentOptions) -> Scale:
     """The scale with what the options change in it."""
-    made = {"mini": scales.mini, "debug": scales.debug}
+    mini = scales.shifted if options.name == "decisive" else scales.mini
+    made = {"mini": mini, "debug": scales.debug}
     scale = made[options.scale]() if options.scale in made else scales.eight_b(options.preset)
     given = {"model": options.model, "data": options.data}
     changes = {key: value for key, value in given.items() if value is not None}
@@ -73,7 +78,7 @@ def chosen_scale(options: ExperimentOptions) -> Scale:
 def chosen_test_set(options: ExperimentOptions, scale: Scale) -> TestSet:
     """What the cells are evaluated on. ValueError for a file that is missing or not there."""
     for task in scale.tasks:
-        if task != "solved" and getattr(options, task) is None:
+        if task not in GENERATED and getattr(options, task) is None:
             raise ValueError(f"--scale {scale.name} measures {task}: give --{task} FILE")
     if named(scale.base.data) is None and options.nelbo_data is None:
         raise ValueError(

@@ -1,6 +1,7 @@
 """What is measured on a trained cell: held-out blockwise NELBO and exact match, at a block size.
 
-A measure is a name: "nelbo@10" and "solved@10" on generated test problems; "gsm8k@32" and "math@32"
+A measure is a name: "nelbo@10" and "solved@10" on generated test problems, "own@10" as "solved" but
+every seed on other ones; "gsm8k@32" and "math@32"
 on answer files, under the ladder and under the paper's strict rule; "pilot@10", the NELBO on the
 half of the test problems that chooses settings and that no result is reported on; "gradient@8", of
 an update's gradient at these weights (gradients.py).
@@ -25,6 +26,7 @@ from bwsft.objectives.nelbo import HeldOut
 from bwsft.training.context_modes import make_mode
 from bwsft.training.run_data import data_options, layout_of
 
+GENERATED = ("solved", "own")  # kinds of exact match that need no file
 TEST_MASKS = 4242  # seed of the held-out masks, which no run uses
 
 
@@ -56,21 +58,24 @@ def measure(name: str, source: str | None, config: c.Config, tests: TestSet, ste
     if kind in ("nelbo", "pilot"):
         trained = load_trained(source, device=config.device)
         return {"value": held_out_nelbo(trained, config, tests, pilot=kind == "pilot")}
-    if kind == "solved":
-        return solved(load_trained(source, device=config.device), config, tests)
+    if kind in GENERATED:
+        first = config.seed * tests.problems if kind == "own" else 0
+        return solved(load_trained(source, device=config.device), config, tests, first)
     return answers(kind, source, config, tests, Path(f"{stem}-{kind}-b{block}"))
 
 
-def test_problems(count: int, data: str | None = None, pilot: bool = False) -> list[dict]:
-    """Problems of the test split, generated as the training's were; the numbers of a problem decide
-    which half it is in."""
+def test_problems(
+    count: int, data: str | None = None, pilot: bool = False, first: int = 0
+) -> list[dict]:
+    """Problems of the test split, generated as the training's were, from the first one on; the
+    numbers of a problem decide which half it is in."""
     generated = word_problems.named(data)
     if generated is None:
         raise ValueError(f"{data} has no generated test problems: give --nelbo-data FILE")
-    asked = word_problems.generate(4 * count, TEST_SEED, "test", generated.largest)
+    asked = generated.problems(4 * (first + count), TEST_SEED, "test")
     half = [p for p in asked if sum(map(int, re.findall(r"\d+", p["query"]))) % 2 == int(pilot)]
-    assert len(half) >= count
-    return half[:count]
+    assert len(half) >= first + count
+    return half[first : first + count]
 
 
 def held_out_nelbo(
@@ -101,9 +106,9 @@ def held_out_nelbo(
     return held_out.nelbo(mode.score, batches)
 
 
-def solved(trained: Trained, config: c.Config, tests: TestSet) -> dict:
+def solved(trained: Trained, config: c.Config, tests: TestSet, first: int = 0) -> dict:
     """Exact match on generated problems, one token a step; `each` keeps every problem's result."""
-    problems = test_problems(tests.problems, config.data)
+    problems = test_problems(tests.problems, config.data, first=first)
     right, found = solve(trained, problems, config, "test set", config.context)
     return {
         "value": sum(right) / len(right),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -37,6 +38,9 @@ class ExperimentOptions:
     """Updates of an arm, instead of the scale's."""
     seconds: float = 40
     """context-modes: CPU seconds that the updates of an arm take, as measured on a few."""
+    minutes: float = math.inf
+    """Begin no cell after these; the same command goes on. decisive writes its page from what is
+    finished, and with 0 does no more than that."""
     jobs: int = 1
     """Cells that run at the same time, each on one CPU core; 1 on a GPU."""
     model: str | None = None

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from bwsft.experiments.arms import Arm, Claim, Plan, all_at, better, with_objective
+from bwsft.experiments.decisive import decisive
 from bwsft.experiments.dense_plans import copies, copies_pilot, gradients
 from bwsft.experiments.scales import Scale
 
@@ -234,4 +235,5 @@ PLANS: dict[str, Callable[[Scale], Plan]] = {
     "copies": copies,
     "copies-pilot": copies_pilot,
     "gradients": gradients,
+    "decisive": decisive,
 }

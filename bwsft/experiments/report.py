@@ -10,7 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bwsft.checkpoints.folders import versions
@@ -18,6 +18,7 @@ from bwsft.experiments import gradients
 from bwsft.experiments.arms import Plan
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import TestSet
+from bwsft.experiments.pilots import Pilots
 from bwsft.experiments.results import Judged, Measured, is_gradient, is_nelbo, judge
 from bwsft.experiments.scales import Scale
 from bwsft.experiments.statistics import mean_error
@@ -39,6 +40,7 @@ class Finished:
     seeds: list[int]
     tests: TestSet
     arms: list[Measured]
+    pilots: Pilots = field(default_factory=dict)
 
     @property
     def seconds(self) -> float | None:

@@ -12,7 +12,8 @@ from bwsft.experiments.statistics import Contrast, contrast, holm, verdict
 
 @dataclass(frozen=True)
 class Measured:
-    """An arm and the records of its cells: one per seed in order, or one of the untouched base."""
+    """An arm and the records of its cells: one per finished seed in order, or one of the untouched
+    base."""
 
     name: str
     cells: list[dict]
@@ -27,13 +28,13 @@ class Measured:
             return [curve(cell, float(at) / 100) for cell in self.cells]
         if measure == "cpu_seconds":
             return [cell["train"]["cpu_seconds"] for cell in self.cells]
-        if any(measure not in cell["measures"] for cell in self.cells):
+        if not self.cells or any(measure not in cell["measures"] for cell in self.cells):
             return None
         return [cell["measures"][measure][rule] for cell in self.cells]
 
     def trained(self, name: str) -> float | None:
         """Mean over cells of what the training counted."""
-        if "train" not in self.cells[0]:
+        if not self.cells or "train" not in self.cells[0]:
             return None
         return statistics.fmean(cell["train"][name] for cell in self.cells)
 

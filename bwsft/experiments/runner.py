@@ -5,61 +5,143 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
 from bwsft import config as c
 from bwsft.data.sources import open_source
-from bwsft.experiments import cells
+from bwsft.experiments import cells, pilots
 from bwsft.experiments.arms import Arm, Plan
 from bwsft.experiments.cells import Cell
 from bwsft.experiments.measures import TestSet
+from bwsft.experiments.pilots import Pilots, chosen, measure_of, pilot_cells
 from bwsft.experiments.results import Measured, is_gradient, is_of_training
 from bwsft.utils.files import write_atomic
 from bwsft.utils.identity import short
 from bwsft.utils.lines import say
 
+ROUND = 3  # seeds of every arm that are finished before further ones begin
+
+
+class OutOfTime(Exception):
+    """The time that was given ended before a page can be written."""
+
+
+@dataclass
+class Work:
+    """What the cells of an experiment share: where they run, and until when."""
+
+    pool: ProcessPoolExecutor
+    folder: Path
+    tests: TestSet
+    until: float
+    """Of time.monotonic(): no cell begins afterwards."""
+
+    def finish(self, asked: Iterable[tuple[Cell, tuple[str, ...]]], what: str) -> bool:
+        """Train cells and take their measures where that isn't done, in this order; False if time
+        ran out before."""
+        todo: dict[str, tuple[Cell, tuple[str, ...]]] = {}
+        for cell, wanted in asked:
+            cells.adopt(self.folder, cell)
+            if cells.missing(self.folder, cell, wanted):
+                both = {*todo.get(cell.key, (cell, ()))[1], *wanted}
+                todo[cell.key] = (cell, tuple(sorted(both)))
+        if todo and time.monotonic() >= self.until:
+            return False
+        run = [self.pool.submit(cells.run, self.folder, *x, self.tests) for x in todo.values()]
+        return gather(run, what, self.until)
+
+    def need(self, asked: Iterable[tuple[Cell, tuple[str, ...]]], what: str) -> None:
+        """`finish`; OutOfTime if it does not come to the end."""
+        if not self.finish(asked, what):
+            raise OutOfTime(f"{what}: not finished, run the command again to go on")
+
 
 def run_plan(
-    plan: Plan, seeds: list[int], folder: Path, tests: TestSet, jobs: int
-) -> list[Measured]:
-    """Meter, train and measure everything that isn't done; returns the arms in the plan's order.
+    plan: Plan, seeds: list[int], folder: Path, tests: TestSet, jobs: int, minutes: float = math.inf
+) -> tuple[Plan, list[Measured], Pilots]:
+    """Meter, train and measure everything that isn't done; returns the plan with the updates and
+    learning rates that were taken, the arms in its order, and the pilots' values.
 
-    A failed cell stops the experiment after the running ones; run it again to go on.
+    A failed cell stops the experiment after the running ones; run it again to go on. After so many
+    minutes no cell begins: arms then have their first finished seeds. OutOfTime before there are.
     """
     folder.mkdir(parents=True, exist_ok=True)
     check_test_set(folder, tests)
-    arms = [arm for arm in plan.arms if arm.trained]
     contents = Contents()
     meters = Meters(folder / "meters.json", contents)
     # Spawned: torch's threads don't survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, leave_with_parent) as pool:
-        metered = {
-            meters.key(arm.config): pool.submit(cells.meter, arm.config, bool(arm.cpu_seconds))
+        work = Work(pool, folder, tests, time.monotonic() + 60 * minutes)
+        plan = started(plan, work, contents)
+        count_flops([arm for arm in plan.arms if arm.trained], meters, pool)
+        found = run_pilots(plan, meters, work)
+        rates = {name: chosen(values) for name, values in found.items()}
+        arms = [
+            dataclasses.replace(arm, config=settle(arm, plan, meters, rates)) for arm in plan.arms
+        ]
+        asked = [
+            (cell, arm_measures(arm))
+            for first in range(0, len(seeds), ROUND)
             for arm in arms
-            if not meters.has(arm)
-        }
-        gather(list(metered.values()), "counting FLOPs")
-        meters.add({key: future.result() for key, future in metered.items()})
-        planned = [(arm, settle(arm, plan, meters)) for arm in plan.arms]
-        work = {}
-        for arm, config in planned:
-            for cell in cells_of(arm, config, seeds, contents):
-                cells.adopt(folder, cell)
-                if cells.missing(folder, cell, arm_measures(arm)):
-                    wanted = {*work.get(cell.key, (cell, ()))[1], *arm_measures(arm)}
-                    work[cell.key] = (cell, tuple(sorted(wanted)))
-        gather([pool.submit(cells.run, folder, *todo, tests) for todo in work.values()], plan.name)
-    return [measured(arm, config, seeds, folder, meters) for arm, config in planned]
+            for cell in cells_of(arm, arm.config, seeds[first : first + ROUND], contents)
+        ]
+        if not work.finish(asked, plan.name) and not plan.primary:
+            raise OutOfTime(f"{plan.name}: not finished, run the command again to go on")
+    done = [measured(arm, arm.config, seeds, folder, meters) for arm in arms]
+    return dataclasses.replace(plan, arms=arms), done, found
+
+
+def started(plan: Plan, work: Work, contents: Contents) -> Plan:
+    """The plan with all arms on the model that its start trains, which is a cell like others."""
+    if plan.start is None:
+        return plan
+    cell = Cell(plan.start, content=contents.of(plan.start))
+    work.need([(cell, (f"solved@{plan.start.block_size}",))], "the model that all start from")
+    model = str((work.folder / cell.key).resolve())
+    arms = [dataclasses.replace(a, config=dataclasses.replace(a.config, model=model))
+            for a in plan.arms]  # fmt: skip
+    return dataclasses.replace(plan, arms=arms)
+
+
+def count_flops(arms: list[Arm], meters: Meters, pool: ProcessPoolExecutor) -> None:
+    """Meter what isn't yet."""
+    metered = {
+        meters.key(arm.config): pool.submit(cells.meter, arm.config, bool(arm.cpu_seconds))
+        for arm in arms
+        if not meters.has(arm)
+    }
+    gather(list(metered.values()), "counting FLOPs")
+    meters.add({key: future.result() for key, future in metered.items()})
+
+
+def run_pilots(plan: Plan, meters: Meters, work: Work) -> Pilots:
+    """The pilots of the arms that choose among learning rates."""
+    of = {
+        arm.name: (arm, settle(arm, plan, meters), meters.contents.of(arm.config))
+        for arm in plan.arms
+        if arm.rates
+    }
+    all_cells = [
+        (cell, (measure_of(config),))
+        for seed in pilots.SEEDS
+        for arm, config, content in of.values()
+        for _, cell in pilot_cells(arm, config, content, seed)
+    ]
+    work.need(all_cells, "learning rates")
+    return {name: pilots.read(work.folder, *asked) for name, asked in of.items()}
 
 
 def leave_with_parent() -> None:
@@ -72,16 +154,20 @@ def leave_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def gather(futures: list, what: str) -> None:
-    """Wait for all with a progress bar; the first failure cancels what hasn't begun."""
+def gather(futures: list, what: str, until: float = math.inf) -> bool:
+    """Wait for all with a progress bar; the first failure, or the time `until`, cancels what hasn't
+    begun. False if time did."""
+    limit = None if until == math.inf else max(0.0, until - time.monotonic())
     with tqdm(total=len(futures), desc=what, unit="cell") as bar:
         for future in futures:
             future.add_done_callback(lambda _: bar.update())
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
-        for future in done:
-            future.result()
+        _, waiting = wait(futures, timeout=limit, return_when=FIRST_EXCEPTION)
+        running = [future for future in waiting if not future.cancel()]
+        wait(running)
+        for future in futures:
+            if not future.cancelled():
+                future.result()
+    return not any(future.cancelled() for future in futures)
 
 
 def check_test_set(folder: Path, tests: TestSet) -> None:
@@ -149,8 +235,12 @@ class Meters:
         return found["flops_per_token"] * found["tokens"]
 
 
-def settle(arm: Arm, plan: Plan, meters: Meters) -> c.Config:
-    """The arm's config with its number of updates."""
+def settle(
+    arm: Arm, plan: Plan, meters: Meters, rates: Mapping[str, float] | None = None
+) -> c.Config:
+    """The arm's config with its number of updates and the learning rate that its pilot chose."""
+    if rates and arm.rate_of is not None:
+        arm = dataclasses.replace(arm, config=pilots.with_rate(arm.config, rates[arm.rate_of]))
     if arm.traversals is not None:
         return with_updates(arm.config, updates_of_traversals(arm.config, arm.traversals))
     if arm.cpu_seconds is not None:
@@ -208,10 +298,14 @@ def cells_of(
 def measured(
     arm: Arm, config: c.Config, seeds: list[int], folder: Path, meters: Meters
 ) -> Measured:
-    """The arm with the records of its finished cells."""
-    found = [cells.read(folder, cell) for cell in cells_of(arm, config, seeds, meters.contents)]
-    if not arm.trained:
-        each = [m["flops"] for m in found[0]["measures"].values() if "flops" in m]
+    """The arm with the records of its finished cells, up to the first seed that isn't."""
+    asked = cells_of(arm, config, seeds, meters.contents)
+    ready = itertools.takewhile(
+        lambda cell: not cells.missing(folder, cell, arm_measures(arm)), asked
+    )
+    found = [cells.read(folder, cell) for cell in ready]
+    if not arm.trained or not found:
+        each = [m["flops"] for cell in found for m in cell["measures"].values() if "flops" in m]
         return Measured(arm.name, found, each[0] if each else None)
     per_token = meters.known[meters.key(config)]["flops_per_token"]
     mean_tokens = sum(cell["train"]["tokens"] for cell in found) / len(found)

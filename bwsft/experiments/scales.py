@@ -55,6 +55,17 @@ def mini() -> Scale:
     return Scale("mini", base, (5, 10, 20, 40), 5, 800, ("solved",))
 
 
+def shifted() -> Scale:
+    """A model near convergence that is fine-tuned on other stories with another form of answer, in
+    4 blocks of 8: the `mini` of the decisive experiment."""
+    base = dataclasses.replace(
+        mini().base, data="newstories-9-seed5", block_size=8, gen_length=32, max_length=64,
+        optim=c.OptimConfig(lr=1e-3, clip=0),
+        objective=ObjectiveConfig(),
+    )  # fmt: skip
+    return Scale("mini", base, (8,), 10, None, ("own",))
+
+
 def debug() -> Scale:
     """The embedded base on more problems like those it was pre-trained on, 5 blocks of 8."""
     base = dataclasses.replace(

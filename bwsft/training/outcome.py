@@ -25,9 +25,9 @@ def outcome(folder: Path, config: c.Config, done: int) -> list[str]:
     generated = word_problems.named(config.data)
     question, score = "TEXT", []
     if generated is not None:
-        (problem,) = word_problems.generate(1, TEST_SEED, "test", generated.largest)
+        (problem,) = generated.problems(1, TEST_SEED, "test")
         question = problem["query"]
-        data = f"wordproblems-{generated.largest}-seed{TEST_SEED}"
+        data = f"{generated.kind}-{generated.largest}-seed{TEST_SEED}"
         score = [
             f"test problems: bwsft data {data} --split test --limit 100 --out test.jsonl",
             f"score it: bwsft evaluate --task gsm8k --model {run} --data test.jsonl",

@@ -14,7 +14,9 @@ from bwsft import config as c
 from bwsft.data import packing, word_problems
 from bwsft.data.dataset import TokenizedSet, load_set
 from bwsft.data.examples import DataOptions
+from bwsft.data.file_formats import Row, places
 from bwsft.data.packing import Batch, CanvasLayout, pack, split_holdout
+from bwsft.data.sources import Source
 from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import HeldOut
@@ -155,7 +157,7 @@ def hold_out(config: c.Config, count: int, holdout: float | None = None) -> int:
 
 
 def source_of(config: c.Config) -> tuple[Any, int]:
-    """(a file, a Hub id or generated records; how many records at its end are to be held out).
+    """(a file, a Hub id or generated problems; how many records at its end are to be held out).
 
     Where the data has a seed of its own these are test problems: no training problem has their
     numbers. Elsewhere the hold-out is a random part, and the second value is 0.
@@ -163,13 +165,22 @@ def source_of(config: c.Config) -> tuple[Any, int]:
     generated = word_problems.named(config.data)
     if generated is None:
         return config.data, 0
-    seed, largest = generated.seed, generated.largest
-    if seed is None:
-        return word_problems.generate(GENERATED, FIXED_SEED, largest=largest), 0
+    if generated.seed is None:
+        return source_of_problems(generated, GENERATED, 0), 0
     count = min(config.dataset.limit or GENERATED, GENERATED)
     tests = hold_out(config, count)
-    problems = word_problems.generate(count - tests, seed, largest=largest)
-    return problems + word_problems.generate(tests, seed, "test", largest), tests
+    return source_of_problems(generated, count, tests), tests
+
+
+def source_of_problems(generated: word_problems.Generated, count: int, tests: int) -> Source:
+    """So many generated problems, the last ones of the test split; tokenized once, as a file is."""
+    seed = FIXED_SEED if generated.seed is None else generated.seed
+
+    def rows() -> Iterator[Row]:
+        problems = generated.problems(count - tests, seed)
+        return places(problems + generated.problems(tests, seed, "test"), "the list")
+
+    return Source("the list", f"{generated} {count} {tests}", count, rows)
 
 
 def plan_data(
@@ -190,7 +201,7 @@ def plan_data(
     layout = layout_of(config, family)
     count = hold_out(config, len(examples), holdout)
     if tests:
-        is_test = examples.record_numbers >= len(source) - tests
+        is_test = examples.record_numbers >= source.total - tests
         split = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     else:
         split = split_holdout(examples.record_numbers, count, FIXED_SEED)
