@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bwsft import config as c
 from bwsft.data.word_problems import named
-from bwsft.experiments import report, scales
+from bwsft.experiments import primary, report, scales
 from bwsft.experiments.arms import only
 from bwsft.experiments.estimate import print_plan
 from bwsft.experiments.measures import GENERATED, TestSet
@@ -30,7 +30,7 @@ def run_experiment(options: ExperimentOptions) -> int:
     plan = PLANS[options.name](scale)
     if options.arms:
         plan = only(plan, options.arms)
-    seeds = list(range(options.seeds or scale.seeds))
+    seeds = list(range(options.seeds or (primary.SEEDS if plan.primary else scale.seeds)))
     if options.name.endswith("pilot"):
         seeds = [PILOT_SEED + seed for seed in range(options.seeds or 1)]
     for arm in plan.arms:
@@ -51,11 +51,13 @@ def run_experiment(options: ExperimentOptions) -> int:
             content = {"scale": scale.name, "seeds": seeds, "plan": dataclasses.asdict(plan)}
             write_atomic(stored, json.dumps(content, indent=1) + "\n")
         try:
-            plan, arms, pilots = run_plan(plan, seeds, out, tests, options.jobs, options.minutes)
+            ran = run_plan(plan, seeds, out, tests, options.jobs, options.minutes)
         except OutOfTime as why:
             say(str(why))
             return 0
-        finished = report.Finished(plan, scale, seeds, tests, arms, pilots)
+        finished = report.Finished(
+            ran.plan, scale, seeds, tests, ran.arms, ran.pilots, ran.start
+        )
         page = report.write(finished, pages)
     show(finished)
     say(f"report: {page}")

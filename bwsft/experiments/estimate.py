@@ -11,11 +11,16 @@ from rich.table import Table
 
 from bwsft import config as c
 from bwsft.experiments.arms import Arm, Plan
+from bwsft.experiments.pilots import SEEDS
 from bwsft.experiments.scales import Scale
 from bwsft.utils.flops import Cost, TrainingCost
 
 PAPER_TOKENS_PER_S = 5100  # one A100, the paper's figure for LLaDA-8B with LoRA
 A100_FLOPS, UTILIZATION = 312e12, 0.4  # dense bf16
+H100_FLOPS = 989e12
+# Of one core with the embedded model: the slowest ways' small draws included, and what a cell
+# spends on loading and measuring.
+CPU_FLOPS, CELL_SECONDS = 30e9, 13
 
 
 @dataclass(frozen=True)
@@ -74,14 +79,16 @@ def adapters(config: c.Config, shape: Cost) -> float:
     return shape.adapters(config.lora.rank, square, mlp)
 
 
-def estimate(arm: Arm, plan: Plan) -> Estimate | None:
-    """One cell of an arm; None for the untouched base, and for an arm whose updates are as many as
+def estimate(
+    arm: Arm, plan: Plan, lengths: tuple[float, float] | None = None
+) -> Estimate | None:
+    """One cell of an arm, of sequences of `lengths` or nominal ones; None for the untouched base, and for an arm whose updates are as many as
     fit into a time. Traversals are reckoned from the examples that --dataset.limit leaves, in full
     canvases."""
     if not arm.trained or arm.cpu_seconds is not None:
         return None
     config, shape = arm.config, shape_of(arm.config)
-    prompt, canvas = sequence_tokens(config)
+    prompt, canvas = lengths or sequence_tokens(config)
     per_update = update_flops(config, shape, prompt, canvas)
     updates = config.steps
     if arm.equal_flops_of is not None:
@@ -94,6 +101,28 @@ def estimate(arm: Arm, plan: Plan) -> Estimate | None:
         updates = round(examples * each * arm.traversals / config.batch_size)
     tokens = updates * config.batch_size * (prompt + canvas)
     return Estimate(updates, tokens, updates * per_update)
+
+
+def print_budget(console: Console, plan: Plan, scale: Scale, seeds: int) -> None:
+    """Hours of the whole plan, its pilots included: of one core, or of an H100 at two lengths."""
+    runs = {arm.name: seeds + len(SEEDS) * len(arm.rates) for arm in plan.arms if arm.trained}
+    big = scale.base.model is not None
+    for lengths in ((128.0, 128.0), (128.0, 512.0)) if big else (sequence_tokens(scale.base),):
+        flops = sum(
+            runs[arm.name] * found.flops
+            for arm in plan.arms
+            if (found := estimate(arm, plan, lengths)) is not None
+        )
+        hours = flops / (H100_FLOPS * UTILIZATION) / 3600
+        text = f"{hours:,.0f} hours of training on one H100 at 40 % of its peak"
+        if not big:
+            hours = (flops / CPU_FLOPS + CELL_SECONDS * sum(runs.values())) / 3600
+            text = f"about {hours:.1f} hours on one core, measures included"
+        prompt, canvas = lengths
+        console.print(
+            f"{sum(runs.values())} cells with pilots, rows of {prompt:.0f} + {canvas:.0f} tokens: "
+            f"{text}", highlight=False,
+        )  # fmt: skip
 
 
 def print_plan(plan: Plan, scale: Scale, seeds: list[int]) -> None:
@@ -126,5 +155,7 @@ def print_plan(plan: Plan, scale: Scale, seeds: list[int]) -> None:
     )
     for measures, names in measured.items():
         console.print(f"measured on {'; '.join(names)}: {' '.join(measures)}", highlight=False)
-    for claim in plan.claims:
+    if plan.primary:
+        print_budget(console, plan, scale, len(seeds))
+    for claim in (*plan.claims, *plan.primary):
         console.print(f"claim: {claim.text}", highlight=False)

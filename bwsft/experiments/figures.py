@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bwsft.experiments import primary_report
+from bwsft.experiments.arms import at_budget
 from bwsft.experiments.gradients import PARTS
 from bwsft.experiments.results import Measured
 from bwsft.experiments.statistics import mean_error
@@ -27,6 +29,7 @@ def draw(finished: Finished) -> bytes:
         "equal-tokens": lines,
         "dynamics": curves,
         "gradients": intervals,
+        "decisive": budgets,
     }
     out = io.BytesIO()
     shapes.get(finished.plan.name, dots)(finished).savefig(out, dpi=110, format="png")
@@ -172,4 +175,38 @@ def intervals(finished: Finished) -> Figure:
         axis.set_ylim(len(arms) - 0.5, -0.5)
         axis.set_xlabel(PARTS[part])
         axis.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def budgets(finished: Finished) -> Figure:
+    """The first measure over the FLOPs that were spent, a line per way to train, and beside it the
+    differences to the first claim's other way with their 95 % intervals."""
+    plan, values = finished.plan, primary_report.values_of(finished)
+    other, arms = plan.primary[0].other, {arm.name: arm for arm in finished.arms}
+    figure, (left, right) = panels(2, 13, 5)
+    for way, own in values.items():
+        spent = [arms[at_budget(way, budget)].flops for budget in plan.budgets]
+        known = [(x / 1e12, *mean_error(v)) for x, v in zip(spent, own, strict=True) if v]
+        if known:
+            at, means, errors = zip(*known, strict=True)
+            errors = [0 if error != error else error for error in errors]
+            left.errorbar(at, means, errors, fmt="o-", capsize=3, label=way)
+    left.set(xscale="log", xlabel="TFLOP", ylabel=axis_label(finished.measures[0]))
+    left.legend(fontsize=8)
+    others = [way for way in values if way != other]
+    for i, budget in enumerate(plan.budgets):
+        label, shift = f"{budget} updates of {other}", 0.2 * (i - 0.5)
+        for place, way in enumerate(others):
+            found = primary_report.shared(values[way][i], values[other][i])
+            if found.n < 2:
+                continue
+            color = f"C{i}"
+            right.plot(found.mean, place + shift, "o", color=color, label=label)
+            right.hlines(place + shift, found.low, found.high, color=color)
+            label = None
+    right.axvline(0, color="0.5", ls="--")
+    right.set_yticks(range(len(others)), others)
+    right.set_ylim(len(others) - 0.5, -0.5)
+    right.set_xlabel(f"difference to {other}, 95 % interval")
+    right.legend(fontsize=8)
     return figure

@@ -93,7 +93,12 @@ def held_out_nelbo(
     examples = load_set(records, trained.tokenizer, options)
     # A decoder's canvas, whatever the training's was.
     layout = dataclasses.replace(layout_of(config, family), canvas="fixed", fill=False)
-    indices = range(min(tests.problems, len(examples)))
+    # The pilot's are others: of a file those that come next, of generated ones the other half.
+    first = tests.problems if pilot and tests.nelbo_data else 0
+    indices = range(first, min(first + tests.problems, len(examples)))
+    if not indices:
+        raise ValueError(f"a pilot needs more than {first} records in --nelbo-data: the others are "
+                         "what results are reported on")
     batches = [
         pack([examples.example(i) for i in indices[start : start + tests.batch_size]], layout)
         for start in range(0, len(indices), tests.batch_size)

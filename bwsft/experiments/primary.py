@@ -2,7 +2,7 @@
 
 A claim holds if its best variant is significantly better after a correction for their number
 (Bonferroni), and fails if every variant is significantly worse. The claims of a page are one family
-(Holm) in each of the two directions. Nothing is judged before the planned seeds are finished.
+(Holm) in each of the two directions. Nothing is judged before ten seeds are finished.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 from bwsft.experiments.arms import Plan, Primary
 from bwsft.experiments.statistics import Contrast, contrast, holm
 
+SEEDS = 10
+"""Seeds of every way that a claim is about, before it is judged."""
 RESAMPLES = 10_000
 LEVEL = 0.05
 
@@ -42,9 +44,9 @@ class Verdict:
         return min(self.found, key=lambda name: sign * self.found[name].mean)
 
 
-def judge(plan: Plan, values: Values, seeds: int) -> list[Verdict]:
-    """The plan's primary claims; a claim with fewer than `seeds` finished seeds of any way that it
-    is about is undecided."""
+def judge(plan: Plan, values: Values) -> list[Verdict]:
+    """The plan's primary claims; one with fewer than SEEDS finished seeds of any way that it is
+    about is undecided."""
     each = [parts(claim, plan.budgets, values) for claim in plan.primary]
     fors = holm([p for _, p, _ in each])
     againsts = holm([p for _, _, p in each])
@@ -54,8 +56,8 @@ def judge(plan: Plan, values: Values, seeds: int) -> list[Verdict]:
     ):
         names = (*claim.variants, claim.other)
         done = min(len(of_budget) for name in names for of_budget in values[name])
-        verdict = f"undecided: {done} of {seeds} seeds"
-        if done >= seeds:
+        verdict = f"undecided: {done} of {SEEDS} seeds"
+        if done >= SEEDS:
             verdict = "accepted" if p_for <= LEVEL else "undecided"
             verdict = "falsified" if p_against <= LEVEL else verdict
         out.append(Verdict(claim, found, p_for, p_against, verdict))
@@ -118,7 +120,9 @@ def multiplier(
     return Contrast(middle, float(low), float(high), p, n)
 
 
-def crossing(first: float, last: float, other_first: float, other_last: float, ratio: float) -> float:
+def crossing(
+    first: float, last: float, other_first: float, other_last: float, ratio: float
+) -> float:
     """The multiplier of a way with these values at the smallest and the largest budget, which are
     `ratio` apart, on a curve that is straight over log FLOPs: from 1 / ratio to ratio, and no
     further where a curve ends."""

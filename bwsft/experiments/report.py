@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bwsft.checkpoints.folders import versions
-from bwsft.experiments import gradients
+from bwsft.experiments import gradients, primary_report
 from bwsft.experiments.arms import Plan
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import TestSet
@@ -26,7 +26,7 @@ from bwsft.utils.claims import claimed
 from bwsft.utils.files import write_atomic
 
 LABELS = {
-    "nelbo": "NELBO", "pilot": "pilot NELBO", "solved": "solved", "math": "MATH",
+    "nelbo": "NELBO", "pilot": "pilot NELBO", "solved": "solved", "own": "solved", "math": "MATH",
     "cpu_seconds": "CPU s",
 }  # fmt: skip
 
@@ -41,6 +41,8 @@ class Finished:
     tests: TestSet
     arms: list[Measured]
     pilots: Pilots = field(default_factory=dict)
+    start: float | None = None
+    """Exact match of the model that the plan's start trained, on problems like its own."""
 
     @property
     def seconds(self) -> float | None:
@@ -104,6 +106,8 @@ def markdown(finished: Finished, judged: list[Judged]) -> str:
     lines += [f"![{plan.title}]({plan.name}.png)", ""]
     if judged:
         lines += claims(judged)
+    if plan.primary:
+        lines += primary_report.section(finished)
     return "\n".join(lines)
 
 
@@ -124,13 +128,21 @@ def settings(finished: Finished) -> str:
     timed = f"--seconds {seconds:g}" if seconds else f"--steps {base.steps}"
     lr = "" if finished.rates else f"peak learning rate {base.optim.lr:g}, "
     return (
-        f"`{command} {timed} --problems {tests.problems}`, {made}, {len(finished.seeds)} seeds, "
+        f"`{command} {timed} --problems {tests.problems}`, {made}, {seeds_of(finished)}, "
         f"{batch} sequences an update, {lr}canvas {base.gen_length}. "
         f"Evaluated on {tests.problems} problems with {tests.draws} masked states each; decoding "
         "is greedy, one token a step. Mean ± standard error over seeds; the seeds share the "
         "starting model and the test set, so the intervals say nothing about other problems. FLOPs "
         "are counted. The same seed gives other figures on another CPU."
     )
+
+
+def seeds_of(finished: Finished) -> str:
+    """How many there are, and how many of them every arm has finished where that isn't all."""
+    planned = len(finished.seeds)
+    pairs = zip(finished.arms, finished.plan.arms, strict=True)
+    done = min([planned, *(len(found.cells) for found, arm in pairs if arm.trained)])
+    return f"{planned} seeds" + f" planned, {done} finished by every arm" * (done < planned)
 
 
 def table(finished: Finished, brief: bool = False) -> list[list[str]]:
@@ -154,6 +166,8 @@ def table(finished: Finished, brief: bool = False) -> list[list[str]]:
     columns: dict[str, Callable[[Measured], str]] = {"arm": lambda arm: arm.name}
     if rates:
         columns["peak lr"] = lambda arm: f"{rates[arm.name]:g}" if arm.name in rates else "-"
+    if finished.plan.primary:  # a page of what is finished
+        columns["seeds"] = lambda arm: str(len(arm.cells)) if arm.flops else "-"
     columns |= {"updates": counted("updates"), "TFLOP": flops}
     if not brief:
         columns["supervised tokens"] = counted("supervised_tokens")

@@ -38,6 +38,19 @@ class OutOfTime(Exception):
     """The time that was given ended before a page can be written."""
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What an experiment has finished."""
+
+    plan: Plan
+    """With the updates and learning rates that were taken."""
+    arms: list[Measured]
+    """In the plan's order."""
+    pilots: Pilots
+    start: float | None
+    """Exact match of the model that the plan's start trained, on problems like its own."""
+
+
 @dataclass
 class Work:
     """What the cells of an experiment share: where they run, and until when."""
@@ -70,9 +83,8 @@ class Work:
 
 def run_plan(
     plan: Plan, seeds: list[int], folder: Path, tests: TestSet, jobs: int, minutes: float = math.inf
-) -> tuple[Plan, list[Measured], Pilots]:
-    """Meter, train and measure everything that isn't done; returns the plan with the updates and
-    learning rates that were taken, the arms in its order, and the pilots' values.
+) -> Ran:
+    """Meter, train and measure everything that isn't done.
 
     A failed cell stops the experiment after the running ones; run it again to go on. After so many
     minutes no cell begins: arms then have their first finished seeds. OutOfTime before there are.
@@ -85,7 +97,7 @@ def run_plan(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, leave_with_parent) as pool:
         work = Work(pool, folder, tests, time.monotonic() + 60 * minutes)
-        plan = started(plan, work, contents)
+        plan, start = started(plan, work, contents)
         count_flops([arm for arm in plan.arms if arm.trained], meters, pool)
         found = run_pilots(plan, meters, work)
         rates = {name: chosen(values) for name, values in found.items()}
@@ -101,19 +113,22 @@ def run_plan(
         if not work.finish(asked, plan.name) and not plan.primary:
             raise OutOfTime(f"{plan.name}: not finished, run the command again to go on")
     done = [measured(arm, arm.config, seeds, folder, meters) for arm in arms]
-    return dataclasses.replace(plan, arms=arms), done, found
+    return Ran(dataclasses.replace(plan, arms=arms), done, found, start)
 
 
-def started(plan: Plan, work: Work, contents: Contents) -> Plan:
-    """The plan with all arms on the model that its start trains, which is a cell like others."""
+def started(plan: Plan, work: Work, contents: Contents) -> tuple[Plan, float | None]:
+    """(the plan with all arms on the model that its start trains, a cell like others; what that
+    solves of problems like its own)."""
     if plan.start is None:
-        return plan
+        return plan, None
     cell = Cell(plan.start, content=contents.of(plan.start))
-    work.need([(cell, (f"solved@{plan.start.block_size}",))], "the model that all start from")
+    measure = f"solved@{plan.start.block_size}"
+    work.need([(cell, (measure,))], "the model that all start from")
     model = str((work.folder / cell.key).resolve())
     arms = [dataclasses.replace(a, config=dataclasses.replace(a.config, model=model))
             for a in plan.arms]  # fmt: skip
-    return dataclasses.replace(plan, arms=arms)
+    solved = cells.read(work.folder, cell)["measures"][measure]["value"]
+    return dataclasses.replace(plan, arms=arms), solved
 
 
 def count_flops(arms: list[Arm], meters: Meters, pool: ProcessPoolExecutor) -> None:
