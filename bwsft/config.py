@@ -138,8 +138,8 @@ class Config:
     data: str | None = None
     """JSONL/JSON/CSV/Parquet file, folder or glob of such, Hub id, or generated word problems:
     wordproblems-9-seed2 has operands up to 9 and holds out problems whose numbers no training
-    problem has, newstories-9-seed2 other stories and another form of answer; wordproblems-9, and none, hold a random part of seed 0's out, which the embedded
-    base was trained on."""
+    problem has, newstories-9-seed2 other stories and another form of answer; wordproblems-9, and
+    none, hold a random part of seed 0's out, which the embedded base was trained on."""
     model: str | None = None
     """Checkpoint folder or Hub id; none: the tiny embedded LLaDA, or with --tokenizer a small
     random one of that vocabulary (its shape: --init.*)."""

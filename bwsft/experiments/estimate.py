@@ -82,9 +82,9 @@ def adapters(config: c.Config, shape: Cost) -> float:
 def estimate(
     arm: Arm, plan: Plan, lengths: tuple[float, float] | None = None
 ) -> Estimate | None:
-    """One cell of an arm, of sequences of `lengths` or nominal ones; None for the untouched base, and for an arm whose updates are as many as
-    fit into a time. Traversals are reckoned from the examples that --dataset.limit leaves, in full
-    canvases."""
+    """One cell of an arm, of sequences of `lengths` or nominal ones; None for the untouched base,
+    and for an arm whose updates are as many as fit into a time. Traversals are reckoned from the
+    examples that --dataset.limit leaves, in full canvases."""
     if not arm.trained or arm.cpu_seconds is not None:
         return None
     config, shape = arm.config, shape_of(arm.config)

@@ -133,10 +133,10 @@ def started(plan: Plan, work: Work, contents: Contents) -> tuple[Plan, float | N
 
 def count_flops(arms: list[Arm], meters: Meters, pool: ProcessPoolExecutor) -> None:
     """Meter what isn't yet."""
+    wanted = {meters.key(arm.config): arm for arm in arms if not meters.has(arm)}
     metered = {
-        meters.key(arm.config): pool.submit(cells.meter, arm.config, bool(arm.cpu_seconds))
-        for arm in arms
-        if not meters.has(arm)
+        key: pool.submit(cells.meter, arm.config, bool(arm.cpu_seconds))
+        for key, arm in wanted.items()
     }
     gather(list(metered.values()), "counting FLOPs")
     meters.add({key: future.result() for key, future in metered.items()})
