@@ -80,16 +80,26 @@ def at_budget(way: str, budget: int) -> str:
     return f"{way}, {budget}"
 
 
+def way_of(arm: str) -> str:
+    """The way that an arm of this name trains."""
+    return arm.rpartition(", ")[0]
+
+
 def only(plan: Plan, names: Sequence[str]) -> Plan:
-    """The plan with these arms, those whose FLOPs they equal, and the claims about no others.
-    ValueError for a name that it does not have."""
+    """The plan with these arms, those whose FLOPs they equal and whose pilots they follow, and the
+    claims about no others. ValueError for a name that it does not have."""
     if unknown := [name for name in names if name not in {arm.name for arm in plan.arms}]:
         known = ", ".join(repr(arm.name) for arm in plan.arms)
         raise ValueError(f"--arms {unknown[0]!r}: {plan.name} has {known}")
-    kept = {*names} | {arm.equal_flops_of for arm in plan.arms if arm.name in names}
+    named = [arm for arm in plan.arms if arm.name in names]
+    kept = {*names} | {x for arm in named for x in (arm.equal_flops_of, arm.rate_of) if x}
+    kept |= {x for arm in plan.arms if arm.name in kept and (x := arm.equal_flops_of)}
     arms = [arm for arm in plan.arms if arm.name in kept]
     about = [({name for name, _ in (*x.smaller, *x.larger)}, x) for x in plan.claims]
-    return dataclasses.replace(plan, arms=arms, claims=[x for names, x in about if names <= kept])
+    claims = [claim for names, claim in about if names <= kept]
+    ways = {way for way in map(way_of, kept) if {at_budget(way, b) for b in plan.budgets} <= kept}
+    primary = [claim for claim in plan.primary if {*claim.variants, claim.other} <= ways]
+    return dataclasses.replace(plan, arms=arms, claims=claims, primary=primary)
 
 
 def with_objective(

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bwsft.experiments import primary_report
+from bwsft.experiments import primary, primary_report
 from bwsft.experiments.arms import at_budget
 from bwsft.experiments.gradients import PARTS
 from bwsft.experiments.results import Measured
@@ -192,12 +192,11 @@ def budgets(finished: Finished) -> Figure:
             errors = [0 if error != error else error for error in errors]
             left.errorbar(at, means, errors, fmt="o-", capsize=3, label=way)
     left.set(xscale="log", xlabel="TFLOP", ylabel=axis_label(finished.measures[0]))
-    left.legend(fontsize=8)
     others = [way for way in values if way != other]
     for i, budget in enumerate(plan.budgets):
         label, shift = f"{budget} updates of {other}", 0.2 * (i - 0.5)
         for place, way in enumerate(others):
-            found = primary_report.shared(values[way][i], values[other][i])
+            found = primary.shared(values[way][i], values[other][i])
             if found.n < 2:
                 continue
             color = f"C{i}"
@@ -208,5 +207,7 @@ def budgets(finished: Finished) -> Figure:
     right.set_yticks(range(len(others)), others)
     right.set_ylim(len(others) - 0.5, -0.5)
     right.set_xlabel(f"difference to {other}, 95 % interval")
-    right.legend(fontsize=8)
+    for axis in (left, right):
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
     return figure

@@ -140,8 +140,8 @@ def settings(finished: Finished) -> str:
 def seeds_of(finished: Finished) -> str:
     """How many there are, and how many of them every arm has finished where that isn't all."""
     planned = len(finished.seeds)
-    pairs = zip(finished.arms, finished.plan.arms, strict=True)
-    done = min([planned, *(len(found.cells) for found, arm in pairs if arm.trained)])
+    trained = {arm.name for arm in finished.plan.arms if arm.trained}
+    done = min([planned, *(len(arm.cells) for arm in finished.arms if arm.name in trained)])
     return f"{planned} seeds" + f" planned, {done} finished by every arm" * (done < planned)
 
 

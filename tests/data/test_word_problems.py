@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bwsft.data.records import normalize
-from bwsft.data.word_problems import STORIES, Generated, generate, named
+from bwsft.data.word_problems import KINDS, Generated, generate, named
 
 
 def test_every_equation_is_right_and_the_last_is_the_answer():
@@ -57,16 +57,44 @@ def test_numbers_are_configurable():
 
 
 def test_every_story_appears_in_both_splits():
-    words = ("then finds", "gives", "loses", "bags of", "fills")
-    assert len(words) == len(STORIES)
-    for split in ("train", "test"):
-        text = " ".join(r["query"] for r in generate(300, split=split))
-        assert all(word in text for word in words)
+    of_kind = {
+        "wordproblems": ("then finds", "gives", "loses", "bags of", "fills"),
+        "newstories": ("and Joe", "and then", "Of ", "bags with", "sells"),
+    }
+    for kind, words in of_kind.items():
+        assert len(words) == len(KINDS[kind][0])
+        for split in ("train", "test"):
+            text = " ".join(r["query"] for r in generate(300, split=split, kind=kind))
+            assert all(word in text for word in words)
+
+
+def test_new_stories_are_right_and_hold_out_what_the_old_ones_do():
+    """The chain's steps are equal, and no test problem is a computation that a training problem of
+    the old stories asks for."""
+    operations = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
+    old = set()
+    for record in generate(20_000):
+        (a, op, b, _), (_, then, c, _) = re.findall(
+            r"(\d+) ([+x-]) (\d+) = (\d+)\.", record["response"]
+        )
+        old.add((a, op, b, then, c))
+    found = set()
+    for record in generate(500, 7, "test", kind="newstories"):
+        chain, answer = record["response"].split("\nThe answer is: ")
+        a, op, b, then, c, middle, again, last, result = re.fullmatch(
+            r"(\d+) (.) (\d+) (.) (\d+) = (\d+) (.) (\d+) = (\d+)", chain
+        ).groups()
+        assert operations[op](int(a), int(b)) == int(middle) and (again, last) == (then, c)
+        assert operations[then](int(middle), int(c)) == int(result) == int(answer)
+        assert sorted(re.findall(r"\d+", record["query"])) == sorted((a, b, c))
+        found.add((a, op, b, then, c))
+    assert len(found) > 200 and not found & old
 
 
 def test_names_of_generated_data():
     assert [named(name) for name in (None, "wordproblems-20")] == [Generated(9), Generated(20)]
     assert named("wordproblems-12-seed3") == Generated(12, seed=3)
+    assert named("newstories-9-seed2") == Generated(9, seed=2, kind="newstories")
     others = ("wordproblems", "wordproblems-x.jsonl", "data/train.jsonl", "meta-math/MetaMathQA",
               "wordproblems-9-seed", "wordproblems-9-seed2.jsonl", "wordproblems-\u0669")
     assert [named(name) for name in others] == [None] * len(others)

@@ -10,7 +10,7 @@ from scipy import stats as scipy_stats
 
 from bwsft.cli import main
 from bwsft.experiments import decisive, estimate, measures, pilots, primary, scales
-from bwsft.experiments.arms import Plan, Primary
+from bwsft.experiments.arms import Plan, Primary, only
 from bwsft.experiments.runner import Meters, settle
 
 SCALE = scales.shifted()
@@ -172,11 +172,26 @@ def test_what_the_whole_costs(capsys):
     assert "rows of 128 + 512 tokens" in out and "on one H100" in out
 
 
+def test_some_arms_take_their_pilots_and_their_claims_along():
+    plan = only(PLAN, ["one copy, 800", "one pair, 800"])
+    kept = [arm.name for arm in plan.arms]
+    assert kept == ["classical, 200", "one copy, 200", "one pair, 200", "classical, 800",
+                    "one copy, 800", "one pair, 800"]  # fmt: skip
+    assert not plan.primary
+    names = [f"{w}, {b}" for w in ("one copy", "one pair", "four copies") for b in BUDGETS]
+    assert only(PLAN, names).primary == [PLAN.primary[2]]
+
+
 @pytest.fixture
 def small(monkeypatch):
-    """A start of two updates and two learning rates."""
+    """Three ways, a start of two updates and two learning rates."""
     monkeypatch.setattr(decisive, "START_UPDATES", 2)
     monkeypatch.setattr(decisive, "FACTORS", (1.0, 2.0))
+    ways = {name: decisive.EXACT[name] for name in ("paper", "suffix")}
+    for name, value in {"EXACT": ways, "CACHED": {}, "COPIES": {}}.items():
+        monkeypatch.setattr(decisive, name, value)
+    claims = (Primary("x", tuple(ways), "classical"), Primary("y", ("suffix",), "paper", 2.0))
+    monkeypatch.setattr(decisive, "PRIMARY", claims)
 
 
 @pytest.mark.slow
@@ -193,13 +208,15 @@ def test_in_pieces_to_a_page(small, tmp_path, capsys):
     assert main([*arguments, "--seeds", "2", "--minutes", "0"]) == 0
     page = (tmp_path / "decisive.md").read_text()
     assert "2 seeds planned, 1 finished by every arm" in page
-    assert page.count("undecided: 1 of 10 seeds") == 3
+    assert page.count("undecided: 1 of 10 seeds") == 2
     assert main([*arguments, "--seeds", "2"]) == 0
     assert before == {path: path.stat().st_mtime_ns for path in before}
     page = (tmp_path / "decisive.md").read_text()
-    assert page.count("undecided: 2 of 10 seeds") == 3 and "The start solves" in page
+    assert page.count("undecided: 2 of 10 seeds") == 2 and "The start solves" in page
     lines = list(csv.DictReader((tmp_path / "decisive.csv").open()))
-    assert len(lines) == 3 + 2 * 2 * len(decisive.configs(SCALE))
-    rates = {json.loads(path.read_text())["config"]["optim"]["lr"] for path in before}
-    assert rates == {1e-3, 2e-3}
+    assert len(lines) == 3 + 2 * 2 * 3  # the untouched base in three modes; ways, budgets, seeds
+    flops = {line["arm"]: float(line["flops"]) for line in lines if line["flops"]}
+    assert flops["suffix, 8"] == pytest.approx(flops["classical, 8"], rel=0.1)
+    rates = [json.loads(path.read_text())["config"]["optim"]["lr"] for path in before]
+    assert {1e-3, 2e-3} <= {*rates}
     assert (tmp_path / "decisive.png").read_bytes()[:4] == b"\x89PNG"

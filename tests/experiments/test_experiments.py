@@ -270,7 +270,7 @@ def test_a_run_writes_page_csv_and_figure(finished):
 
 def test_the_untouched_base_is_a_cell(tmp_path):
     """Measured once for all seeds; a page has no training figures of it."""
-    arm, seeds = plans.base_arm(MINI), [0, 1]
+    arm, seeds = plans.base_arm(MINI, ("nelbo@10",)), [0, 1]
     (cell,) = cells_of(arm, arm.config, seeds, Contents())
     cells.run(tmp_path, cell, ("nelbo@10",), measures.TestSet(problems=6))
     done = measured(arm, arm.config, seeds, tmp_path, Meters(tmp_path / "meters.json"))

@@ -62,7 +62,9 @@ def test_names_without_a_seed_are_those_of_earlier_versions():
     """The whole set of seed 0, whatever limit and hold-out are: checkpoints have its digest."""
     for data, largest in ((None, 9), ("wordproblems-20", 20)):
         config = dataclasses.replace(presets.debug(), data=data)
-        assert source_of(config) == (generate(GENERATED, 0, largest=largest), 0)
+        source, tests = source_of(config)
+        asked = generate(GENERATED, 0, largest=largest)
+        assert tests == 0 and [row for _, row in source.rows()] == asked
     found, train, held_out = planned(None, limit=64, holdout=4)
     assert (len(train), len(held_out), found.holdout_index.max() < 64) == (60, 4, True)
     indices = np.concatenate([found.train_index, found.holdout_index])
