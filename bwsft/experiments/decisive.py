@@ -36,7 +36,7 @@ COPIES = {
     "four copies": (COUNT, {"context": "block_causal", "draws_per_context": 4}),
 }
 DENSE = ("suffix", "live + cheap, k 4", *CACHED, "one pair", "four copies")
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the scale's learning rate
+FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)  # of the scale's learning rate
 LONGER = 4  # times the scale's updates: the second budget
 
 PRIMARY = (
