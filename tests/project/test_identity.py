@@ -283,7 +283,7 @@ def test_cells_are_named_by_what_they_read(
     out = tmp_path / "cells"
 
     def run():
-        (arm,) = runner.run_plan(plan, [0], out, tests, 1)
+        (arm,) = runner.run_plan(plan, [0], out, tests, 1).arms
         return {path.name for path in out.glob("blockwise*.json")}, arm
 
     first, before = run()

@@ -18,8 +18,8 @@ if sys.argv[2] == "folder":
         (path / "half").touch()
         write(path)
 else:
-    f.Path.write_bytes = lambda path, data: write(path)
-    f.write_atomic(sys.argv[1], b"x")
+    with f.file_atomic(f.Path(sys.argv[1])):
+        write(None)
 """
 
 
