@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from attention_roofline import Layout, allowed_pairs, flex_pairs, issued_pairs
 from bwsft_kernels import RangePlan, _tuning, range_attention, range_plan
-from lib import harness, output
+from lib import harness, memory, output
 from lib.dense import Attend, dense, visible
 from torch import Tensor
 
@@ -115,7 +115,7 @@ def measured(args: Namespace) -> Iterator[output.Point]:
         harness.time_interleaved(steps, results, args.device, args.rounds, gaps=False)
         own = sum(x.nbytes for x in inputs)  # the output is as large as its gradient
         for name, step in steps.items():
-            harness.memory(step, results[name], args)
+            memory.measure(step, results[name], args)
             if (peak := results[name].peak_bytes) is not None:
                 results[name].extra["MiB beyond output and gradients"] = (peak - own) / 2**20
     for name, result in results.items():
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     plan = make_plan(args)
     if args.measure_memory:
         attend = variants(plan, args)[args.measure_memory]
-        return harness.print_memory(step_of(attend, make_inputs(plan, args)), args)
+        return memory.print_memory(step_of(attend, make_inputs(plan, args)), args)
     if not args.count_only and (wrong := check(plan, args)):
         raise SystemExit(f"the check failed: {wrong}; nothing was timed")
     output.run(args, "attention", "", measured(args))

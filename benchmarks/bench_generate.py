@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 
 import torch
-from lib import harness, models, output, shapes
+from lib import harness, memory, models, output, shapes
 from lib.decodes import (
     EVERY,
     VARIANTS,
@@ -66,7 +66,7 @@ def measure(
         result.extra["ms/step"] = 1e3 * result.median_s / run.steps
         result.traffic_bytes = weights * run.passes
         if args.device.type == "cuda":
-            harness.memory(step, result, args)
+            memory.measure(step, result, args)
     return list(results.values())
 
 

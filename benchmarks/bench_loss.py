@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from bwsft_kernels import linear_cross_entropy, reference
-from lib import harness, output
+from lib import harness, memory, output
 from lib.heads import Problem, make_problem
 from lib.losses import COMPILED, Loss, losses, naive
 from torch import Tensor
@@ -148,7 +148,7 @@ def run_point(args: Namespace, shape: Shape, remarks: list[str]) -> output.Point
         if result.flops:
             result.traffic_bytes = passes * problem.weight.nbytes
         words = zip(("--rows", "--vocab", "--head", "--dtype", "--data"), shape, strict=True)
-        harness.memory(step, result, args, *itertools.chain(*words))
+        memory.measure(step, result, args, *itertools.chain(*words))
     settings = dict(tokens=tokens, rows=kept, hidden=args.hidden, vocab=vocabulary, head=head,
                     dtype=dtype, data=data, phase=args.phase)
     if line := explain(results):
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
         args.dtype = DTYPES[dtype]
         problem = make_problem(args, rows, vocabulary, head, data)
         loss = losses(args.device)[args.measure_memory]
-        return harness.print_memory(step_of(loss, problem, args.phase), args)
+        return memory.print_memory(step_of(loss, problem, args.phase), args)
     remarks = []
     points = (run_point(args, shape, remarks) for shape in shapes_of(args))
     output.run(args, "loss", "loss head: ", points, remarks)

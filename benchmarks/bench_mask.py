@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from bwsft_kernels import MaskSpec, block_mask
 from bwsft_kernels.philox import Stream, philox_u24
-from lib import harness, output
+from lib import harness, memory, output
 
 MASK, VOCAB, IGNORE = 126_336, 126_000, -100
 ONE24 = 1 << 24
@@ -168,7 +168,7 @@ def run_point(args: Namespace, sequences: int, length: int) -> output.Point:
         result.traffic_bytes = 3 * 8 * sequences * length  # ids in, noisy ids and labels out
         harness.count_cost(step, result)
         result.flops = None
-        harness.memory(step, result, args, "--sequences", sequences, "--lengths", length)
+        memory.measure(step, result, args, "--sequences", sequences, "--lengths", length)
     settings = {"sequences": sequences, "length": length, "block": args.block}
     return settings, list(results.values())
 
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.measure_memory:
         problem = make_problem(args.sequences[0], args.lengths[0], args.block)
         steps = steps_of(problem, args.device, spec_of(args))
-        return harness.print_memory(steps[args.measure_memory], args)
+        return memory.print_memory(steps[args.measure_memory], args)
     shapes = itertools.product(args.sequences, args.lengths)
     output.run(args, "mask", "masks: ", (run_point(args, *shape) for shape in shapes))
 

@@ -21,7 +21,7 @@ from functools import partial
 import bwsft_kernels
 import torch
 from bwsft_kernels import torch_ops
-from lib import harness, output, shapes
+from lib import harness, memory, output, shapes
 from lib.host_cost import host_cost
 from lib.launches import Launches, fused_launches
 from lib.small_counts import counted_points, lora_linear
@@ -153,7 +153,7 @@ def timed_layer(args: Namespace) -> output.Point:
         }
         if not args.count_only:
             result.tokens_per_s = args.rows / result.median_s
-            harness.memory(steps[name], result, args)
+            memory.measure(steps[name], result, args)
     settings = {"part": "one layer, forward and backward", "size": args.size, "rows": args.rows,
                 "dtype": str(args.dtype)[6:]}
     return settings, list(results.values())
@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.measure_memory:
         layer = make_layer(args.size, args.rows, args.dtype, args.device)
-        return harness.print_memory(layer_step(*layer, args.measure_memory == "fused"), args)
+        return memory.print_memory(layer_step(*layer, args.measure_memory == "fused"), args)
     size, rows = ("tiny", 64) if args.count_only else (args.size, min(args.rows, 1024))
     if wrong := check(size, rows, args.dtype, args.device):
         raise SystemExit(f"the check failed: {wrong}; nothing was measured")

@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
-from lib import harness, models, output, shapes
+from lib import harness, memory, models, output, shapes
 from lib.steps import MAX_LENGTH, MODES, PEERS, Job, Variant, check, make_job, step_of
 
 from bwsft.config import OptimConfig
@@ -58,7 +58,7 @@ def measure(
         if result.flops:
             result.extra["GFLOP per supervised token"] = result.flops / supervised / 1e9
         if gen and not args.count_only:
-            harness.memory(steps[name], result, args, "--gen", gen)
+            memory.measure(steps[name], result, args, "--gen", gen)
         if result.peak_bytes:
             result.extra["GB in all"] = (result.peak_bytes + result.baseline_bytes) / 1e9
     return list(results.values())
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.measure_memory:
         args.variants = [args.measure_memory]
         (step,) = all_steps(prepare(args), modes_of(args, args.gen[0])).values()
-        return harness.print_memory(step, args)
+        return memory.print_memory(step, args)
     ratios = step_flops(shapes.cost_of("8b"), args.prompt, args.gen[0], args.block, 4)
     ratios = {name: round(ratios["exact"] / value, 2) for name, value in ratios.items()}
     output.run(args, "step", "training step: ", measured(args), [

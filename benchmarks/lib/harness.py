@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, memory and counted cost (output.py prints them).
+"""What the benchmarks share: interleaved timing and counted cost (output.py prints them).
 
 A variant is a function that returns a generator; it yields the name of each phase when the phase
 is done, and code after the last yield isn't timed. A variant that can't run here is a note, which
@@ -6,11 +6,8 @@ says why. Every number belongs to one run on one device, named in the header.
 """
 
 import argparse
-import ctypes
 import gc
-import json
 import statistics
-import subprocess
 import sys
 import time
 import timeit
@@ -234,63 +231,6 @@ def of_layers(layers: int, count: Callable[[int], int]) -> int:
     """count(layers), told from two and three: all layers but the last cost the same."""
     two, three = count(2), count(3)
     return two + (layers - 2) * (three - two)
-
-
-def measure_memory(step: Step, device: torch.device, result: Result) -> None:
-    """Peak of a run above the bytes held just before it, the least of three: whether glibc grows
-    its heap for a block or maps it moves one run by megabytes. A run before loads the libraries."""
-    for _ in step():
-        pass
-    needs = []
-    for _ in range(3):
-        gc.collect()
-        if on_gpu := device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device) if on_gpu else _resident(reset=True)
-        for _ in step():
-            pass
-        synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) if on_gpu else _resident(peak=True)
-        needs.append((peak - before, before))
-    result.peak_bytes, result.baseline_bytes = min(needs)
-
-
-def _resident(peak: bool = False, reset: bool = False) -> int:
-    """Resident bytes of this process, or their high-water mark since the last reset (Linux)."""
-    if reset:
-        # Freed blocks that glibc keeps would hide what the next run needs.
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    wanted = "VmHWM:" if peak else "VmRSS:"
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(wanted):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {wanted}")
-
-
-def memory(step: Step, result: Result, args: argparse.Namespace, *shape: object) -> None:
-    """Fill in the memory of a variant: on a CPU from a fresh process, because what the allocator
-    of this one holds would hide a need. shape: arguments that pick one point of a sweep."""
-    if args.no_memory or result.note:
-        return
-    if args.device.type == "cuda":
-        attempt(result, measure_memory, step, args.device, result)
-        return
-    command = [sys.executable, *args.command, *map(str, shape), "--measure-memory", result.name]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        result.note = f"memory run failed: {lines[-1] if lines else done.returncode}"
-        return
-    result.peak_bytes, result.baseline_bytes = json.loads(done.stdout.splitlines()[-1])
-
-
-def print_memory(step: Step, args: argparse.Namespace) -> None:
-    """What the child process does."""
-    result = Result(args.measure_memory)
-    measure_memory(step, args.device, result)
-    print(json.dumps([result.peak_bytes, result.baseline_bytes]))
 
 
 def peak_of(device: torch.device) -> Peak:

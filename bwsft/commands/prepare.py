@@ -6,15 +6,9 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
-import numpy as np
-
 from bwsft import config as c
-from bwsft.checkpoints.resolve import plan_model, plan_tokenizer
 from bwsft.commands.train import parse_train, take
 from bwsft.data import word_problems
-from bwsft.data.dataset import load_set
-from bwsft.data.tokenizer import load_tokenizer
-from bwsft.training.run_data import data_options, follow_data
 from bwsft.utils.lines import say
 
 CACHE = "--dataset.cache-dir"
@@ -39,13 +33,26 @@ def run_prepare(words: list[str]) -> int:
     if config.data is None or word_problems.named(config.data) is not None:
         raise ValueError("--data FILE is missing; generated problems need no preparation")
     data = dataclasses.replace(config.dataset, cache_dir=out)
-    config = dataclasses.replace(config, dataset=data)
+    say(tokenize(dataclasses.replace(config, dataset=data)))
+    say(f"train on it: {shlex.join(['bwsft', 'train', *rest, CACHE, out])}")
+    return 0
+
+
+def tokenize(config: c.Config) -> str:
+    """Make the token cache of a run; a summary of it. OSError where nothing can be written."""
+    # These import torch, which --help does without.
+    import numpy as np
+
+    from bwsft.checkpoints.resolve import plan_model, plan_tokenizer
+    from bwsft.data.dataset import load_set
+    from bwsft.data.tokenizer import load_tokenizer
+    from bwsft.training.run_data import data_options, follow_data
+
     tokenizer = load_tokenizer(plan_tokenizer(config))
     family = plan_model(config, tokenizer, c.run_folder(config)).family
     config = follow_data(config, tokenizer, family)
+    out = config.dataset.cache_dir
     examples = load_set(config.data, tokenizer, data_options(config, family), out)
     if not isinstance(examples.tokens, np.memmap):
         raise OSError(f"nothing can be written in {out}: choose another --out")
-    say(examples.summary())
-    say(f"train on it: {shlex.join(['bwsft', 'train', *rest, CACHE, out])}")
-    return 0
+    return examples.summary()

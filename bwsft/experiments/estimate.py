@@ -18,9 +18,10 @@ from bwsft.utils.flops import Cost, TrainingCost
 PAPER_TOKENS_PER_S = 5100  # one A100, the paper's figure for LLaDA-8B with LoRA
 A100_FLOPS, UTILIZATION = 312e12, 0.4  # dense bf16
 H100_FLOPS = 989e12
-# Of one core with the embedded model: the slowest ways' small draws included, and what a cell
-# spends on loading and measuring.
-CPU_FLOPS, CELL_SECONDS = 30e9, 13
+# Of one EPYC core with the embedded model, as the first cells took: Classical 34 GFLOP/s, draws
+# that share a context 11 to 16, noisy copies 14 to 20. And what a cell spends on loading and
+# measuring.
+CPU_FLOPS, CELL_SECONDS = 18e9, 13
 
 
 @dataclass(frozen=True)

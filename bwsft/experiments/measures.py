@@ -1,10 +1,10 @@
 """What is measured on a trained cell: held-out blockwise NELBO and exact match, at a block size.
 
 A measure is a name: "nelbo@10" and "solved@10" on generated test problems, "own@10" as "solved" but
-every seed on other ones; "gsm8k@32" and "math@32"
-on answer files, under the ladder and under the paper's strict rule; "pilot@10", the NELBO on the
-half of the test problems that chooses settings and that no result is reported on; "gradient@8", of
-an update's gradient at these weights (gradients.py).
+every seed on other ones; "gsm8k@32" and "math@32" on answer files, under the ladder and under the
+paper's strict rule; "pilot@10", the NELBO on the half of the test problems that chooses settings
+and that no result is reported on; "gradient@8", of an update's gradient at these weights
+(gradients.py).
 """
 
 from __future__ import annotations

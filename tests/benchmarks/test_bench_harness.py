@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from lib import harness, output
+from lib import harness, memory, output
 
 CPU = torch.device("cpu")
 
@@ -145,7 +145,7 @@ def test_memory_is_the_peak_above_what_was_held():
         yield "all"
 
     result = harness.Result("x")
-    harness.measure_memory(step, CPU, result)
+    memory.measure_here(step, CPU, result)
     assert 60 << 20 < result.peak_bytes < 80 << 20 and result.baseline_bytes > held.nbytes
 
 

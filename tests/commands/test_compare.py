@@ -1,12 +1,15 @@
 """`bwsft compare`: its figures against two runs of the decoder, and its agreement by hand."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import jsonl
 import pytest
 
 from bwsft.cli import main
 from bwsft.commands.compare import agreement, divergence
+from bwsft.commands.speed_curve import curves
 from bwsft.data import word_problems
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Commit, Generation
@@ -101,6 +104,15 @@ def test_the_curve_of_each_mode_over_thresholds(capsys, tmp_path):
         assert result["aup"][mode] == pytest.approx(aup([*points[mode].values()], best))
         assert f"(AUP), {mode}: {result['aup'][mode]:.1f}" in shown
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_modes_are_measured_by_the_best_of_all():
+    """A mode that is nowhere as good as another loses by it; one that commits nothing has none."""
+    figures = [("a", 1.0, 0.8), ("a", 2.0, 0.8), ("b", 1.0, 0.6), ("b", 2.0, 0.6), ("c", None, 0.0)]
+    rows = [SimpleNamespace(mode=m, tokens_per_forward=t, accuracy=y) for m, t, y in figures]
+    first, second, nothing = curves(rows)
+    assert first.aup == pytest.approx(160) and nothing.aup is None
+    assert second.aup == pytest.approx(60 + 60 * math.exp(-3 * (1 - 60 / 80)))
 
 
 @pytest.mark.parametrize("words, message", [

@@ -1,15 +1,20 @@
 """Preparation by shards and processes: the same file as by one, gone on with, waited for."""
 
+import io
+import json
 import threading
+from types import SimpleNamespace
 
 import jsonl
 import pytest
 from safetensors import safe_open
 from tiny_tokenizer import byte_tokenizer
 
-from bwsft.data import preparation, token_cache
+from bwsft.data import preparation, preparation_worker, token_cache
 from bwsft.data.dataset import load_set
 from bwsft.data.examples import DataOptions
+from bwsft.data.sources import open_source
+from bwsft.data.tokenizer import tokenizer_digest
 from bwsft.utils.claims import lock_folder
 
 OPTIONS = DataOptions(template="none", on_bad="skip")
@@ -31,7 +36,7 @@ def source(tmp_path):
     ]
     for i in range(3, COUNT, 4):
         del rows[i]["response"]
-    rows[50]["query"] = " "
+    rows[50]["query"], rows[90]["query"] = " ", "zzz"
     return jsonl.write(tmp_path / "rows.jsonl", *rows)
 
 
@@ -124,3 +129,27 @@ def test_a_mapped_array_is_looked_through_by_pieces(source, tokenizer, tmp_path,
     unknown = DataOptions(template="none", on_bad="skip", vocab_size=256)
     with pytest.raises(ValueError, match="record 1 of .* token id 256, outside"):
         load_set(source, tokenizer, unknown, tmp_path / "cache")
+    (z,) = tokenizer("z", add_special_tokens=False)["input_ids"]
+    late = DataOptions(template="none", on_bad="skip", mask_id=z)
+    with pytest.raises(ValueError, match="record 91 of"):
+        load_set(source, tokenizer, late, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("wrong", ["digest", "words"])
+def test_a_worker_makes_nothing_of_another_source_or_tokenizer(
+    source, tokenizer, tmp_path, monkeypatch, wrong
+):
+    """As they are when a file is written anew after its digest was taken."""
+    tokenizer.save_pretrained(tmp_path / "words")
+    job = {
+        "source": str(source), "digest": open_source(source).digest, "subset": None, "split": None,
+        "tokenizer": str(tmp_path / "words"), "words": tokenizer_digest(tokenizer), "size": 8,
+        "parts": str(tmp_path / "parts"), "first": 0, "every": 1,
+        "options": {name: getattr(OPTIONS, name) for name in preparation.DECISIVE},
+    }  # fmt: skip
+    monkeypatch.setattr(preparation_worker, "end_with", lambda stdin: None)
+    for status, changed in ((1, {wrong: "another"}), (0, {})):
+        line = io.BytesIO(json.dumps(job | changed).encode() + b"\n")
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=line))
+        assert preparation_worker.main() == status
+        assert (tmp_path / "parts").exists() == (status == 0)

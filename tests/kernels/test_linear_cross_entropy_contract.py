@@ -99,6 +99,15 @@ def test_num_rows_takes_the_head_of_the_list(reduction, excluded):
         linear_cross_entropy(x, weight, target, num_rows=N + 1)
 
 
+def test_rows_that_are_all_kept_are_not_copied():
+    x, _, target = problem(kept=N)
+    rows = select_rows(target, None, None, V, -100, None, True, None, torch.float64, "torch")
+    assert rows.of(x) is x
+    target[3] = -100
+    rows = select_rows(target, None, None, V, -100, None, True, None, torch.float64, "torch")
+    assert torch.equal(rows.of(x), x[torch.arange(N) != 3])
+
+
 def test_nothing_synchronizes_when_the_count_is_known():
     """On the meta device any read of a value raises."""
     x, weight, target = (t.detach().to("meta") for t in problem())

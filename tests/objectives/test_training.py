@@ -26,6 +26,7 @@ MORE = {
     "two_step hard": c.ObjectiveConfig(
         name="two_step", two_step=TwoStepConfig("step", "confidence", "constant", 0.1, "all")
     ),
+    "soft_masked, sure": c.ObjectiveConfig(name="soft_masked", confidence=0.5),
 }
 CASES = {name: c.ObjectiveConfig(name=name) for name in NAMES} | MORE
 
@@ -122,7 +123,7 @@ def test_a_step_is_plain_arithmetic_on_its_inputs(tiny, make_run, monkeypatch, c
     total = torch.zeros((), dtype=torch.float64)
     for batch, rows, target, weight, (_, smoothing, excluded, sharp, count), _ in scored:
         real = target != -100
-        assert count() == real.sum() and sharp == 0  # so that nobody has to look for them
+        assert count() == real.sum()  # so that nobody has to look for them
         assert torch.is_tensor(smoothing) == ("rdm" in case)
         assert excluded == (run.backbone.family.mask_id if case == "mdlm" else None)
         hidden = plain.hidden_states(batch.ids, batch.position_ids, batch.cu_seqlens)
@@ -134,6 +135,10 @@ def test_a_step_is_plain_arithmetic_on_its_inputs(tiny, make_run, monkeypatch, c
         if torch.is_tensor(smoothing):
             s = smoothing[real].double()
             ce = (1 - s) * ce - s * log_p.mean(-1)
+        assert sharp == CASES[case].confidence
+        if sharp:
+            right = log_p.argmax(-1) == target[real]
+            ce = ce - sharp * torch.where(right, (log_p.exp() * log_p).sum(-1), 0)
         total = total + (weight[real].double() * ce).sum() / 4
     total.backward()
     assert found.loss == pytest.approx(total.item(), rel=1e-12)

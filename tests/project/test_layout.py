@@ -170,7 +170,7 @@ def test_help_of_every_command_needs_no_torch():
     code = """
 import contextlib, io, sys
 from bwsft.cli import COMMANDS, main
-for words in ([], ["train"], ["train", "debug"], *([name] for name in COMMANDS)):
+for words in ([], ["train"], ["train", "debug"], ["prepare"], *([name] for name in COMMANDS)):
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
         main([*words, "--help"])
     assert "usage: bwsft" in said.getvalue(), words

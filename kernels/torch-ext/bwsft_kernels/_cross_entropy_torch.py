@@ -142,12 +142,14 @@ def _sharpen_(
     """
     # A tie leads too: the largest of the others has the target's logit.
     leads = (gap + q.amax(1).log()) <= 0
-    factor = leads.to(q.dtype) * confidence
     q_log_q = torch.special.xlogy(q, q)
-    miss, log_miss = gap.sigmoid(), gap - loss
-    entropy = miss * (q_log_q.sum(1).neg_() - log_miss) + torch.exp(-loss) * loss
-    entropy = torch.where(leads, entropy, 0)  # and no NaN of a row whose p is NaN or 0
-    q.mul_((1 - factor * (log_miss + entropy).nan_to_num_(0.0, 0.0, 0.0))[:, None])
-    q.sub_(q_log_q.mul_(factor[:, None]))
-    at_target = at_target - weight * factor * torch.exp(-loss) * (entropy - loss)
-    return loss + factor * entropy, at_target
+    hit, miss, log_miss = torch.exp(-loss), gap.sigmoid(), gap - loss
+    entropy = hit * loss - miss * (log_miss + q_log_q.sum(1))
+
+    def leading(values: Tensor) -> Tensor:  # 0 elsewhere, where they may be NaN
+        return torch.where(leads, confidence * values, 0)
+
+    q.mul_((1 - leading(log_miss + entropy))[:, None])
+    q.sub_(q_log_q.mul_(leads[:, None]).mul_(confidence))
+    at_target = at_target - weight * leading(hit * (entropy - loss))
+    return loss + leading(entropy), at_target

@@ -57,7 +57,8 @@ def select_rows(
 
 
 def _are_all(index: Tensor, target: Tensor) -> bool:  # [N], [T]
-    """Whether every row is kept, as far as that is known: a traced graph serves any number."""
+    """Whether every row is kept, so that none need be copied; a traced graph, which serves any
+    number of them, says no."""
     kept = index.shape[0]
     return not torch.compiler.is_compiling() and type(kept) is int and kept == target.shape[0]
 

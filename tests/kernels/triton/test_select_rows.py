@@ -27,7 +27,8 @@ def assert_same(target, weight, num_rows=None, normalize=False, excluded_id=None
                         torch.float32, "torch")
     index, *own, count = select_rows(target, weight, -100, V, excluded_id, normalize, num_rows)
     if num_rows is None:
-        assert torch.equal(index, expected.index) and int(count) == len(index)
+        kept = torch.arange(len(target)) if expected.index is None else expected.index
+        assert torch.equal(index, kept) and int(count) == len(index)
     else:
         assert index is None and int(count) == int((expected.weight != 0).sum())
     assert torch.equal(own[0], expected.target) and own[1].dtype == torch.float32
