@@ -1,9 +1,11 @@
 """range_attention in torch on a CPU: plans, values, gradients, what is refused."""
 
+from unittest import mock
+
 import pytest
 import range_cases as cases
 import torch
-from bwsft_kernels import cache_plan, range_attention, range_plan
+from bwsft_kernels import _range_attention_torch, cache_plan, range_attention, range_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,12 +47,26 @@ def test_the_order_of_rows_by_hand():
 @settings(max_examples=60, deadline=None)
 @given(layout=cases.layouts(), seed=st.integers(0, 99), width=st.sampled_from([1, 8, 20]),
        dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
-       heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]))
-def test_values_and_gradients(layout, seed, width, dtype, heads):
+       heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]), pairs=st.sampled_from([0, 300, 1 << 15]))
+def test_values_and_gradients(layout, seed, width, dtype, heads, pairs):
+    """By slices alone, some rows under masks, and most of them."""
     plan, rows = range_plan(**layout)
     if len(rows.position) * width < 64:  # too few to compare two norms of rounding
         dtype = torch.float64
-    cases.check_against_dense(plan, cases.tensors(plan, dtype, heads, width, seed), "torch")
+    with mock.patch.object(_range_attention_torch, "MOST_PAIRS", pairs):
+        cases.check_against_dense(plan, cases.tensors(plan, dtype, heads, width, seed), "torch")
+
+
+def test_short_sequences_take_one_call_each():
+    """Long ones for what is before each block, and eight own blocks in one, but for their begin."""
+    for lengths, calls, masks in (((50, 40, 8), 1, 1), ((128, 512, 32), 33, 1)):
+        prompts, responses, _ = (torch.tensor([n] * 3) for n in lengths)
+        plan = range_plan(prompts, responses, lengths[2])[0]
+        parts = list(_range_attention_torch._parts(plan.query_ranges))
+        masked = [part.mask for part in parts if part.mask is not None]
+        assert (len(parts), len(masked)) == (3 * calls, 3 * masks)
+        most = plan.query_ranges.size(1) * _range_attention_torch.MOST_KEYS
+        assert sum(mask.numel() for mask in masked) <= most
 
 
 @pytest.mark.parametrize("clean", ["block", "causal"])
