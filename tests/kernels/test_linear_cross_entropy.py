@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from bwsft_kernels import linear_cross_entropy, reference
+from bwsft_kernels import _matmul, linear_cross_entropy, reference
 from bwsft_kernels._matmul import plan_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,8 +122,11 @@ SAME_DTYPE = [  # N, D, V: odd sizes; one row; the vocabulary of LLaDA, where dX
 
 
 @pytest.mark.parametrize("n, d, v", SAME_DTYPE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_that_of_torch_in_the_same_dtype(n, d, v, dtype):
+@pytest.mark.parametrize("dtype, widened", [
+    (torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)])
+def test_error_is_that_of_torch_in_the_same_dtype(n, d, v, dtype, widened, monkeypatch):
+    monkeypatch.setattr(_matmul, "_is_widened", lambda factor: widened)
+    monkeypatch.setattr(_matmul, "WIDENED_BYTES", 1 << 14)  # several tiles
     x, weight, target, _ = problem(n, d, v, dtype=dtype, ignored=0)
     upstream = torch.rand(n) + 0.5
 

@@ -12,6 +12,8 @@ times the row's weight is one number a row, which the matrix products after it c
 import torch
 from torch import Tensor
 
+from ._matmul import logits_into
+
 # The fp32 copies of 16-bit logits. One thread: what its cache holds. More: larger, because a block
 # is a handful of parallel regions, each of which waits for the thread that a busy machine took away
 # (16 blocks: 1.9 s, one block: 0.7 s).
@@ -46,11 +48,9 @@ def loss_and_grad(
     picked = torch.cat([
         (rows.to(wide) * weight[of]).sum(1)
         for rows, of in zip(x.split(few), target.split(few), strict=True)])
-    if bias is None:
-        torch.mm(x, weight.t(), out=logits)
-    else:
+    if bias is not None:
         picked += bias[target]
-        torch.addmm(bias, x, weight.t(), out=logits)
+    logits_into(logits, x, weight, bias)
     loss, scale = torch.empty_like(row_weight), torch.empty_like(row_weight)
     step = _block_rows(size, vocabulary, wide, in_place=wide == x.dtype)
     copy = logits if wide == x.dtype else torch.empty(step, vocabulary, dtype=wide, device=x.device)
