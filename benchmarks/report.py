@@ -92,7 +92,7 @@ def section(path: Path, content: dict) -> list[str]:
     for point in content["points"]:
         results = [Result(**r) for r in point["results"]]
         lines += [f"**{output.settings_text(point['settings'])}**", ""]
-        lines += [*markdown(output.cells(results, peak)), ""]
+        lines += [*markdown(output.cells(results, peak, point["settings"])), ""]
         lines += [f"- {r.name}: {r.note}" for r in results if r.note]
         if any(r.note for r in results):
             lines.append("")

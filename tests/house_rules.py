@@ -334,6 +334,20 @@ def words_of_the_field(sources: dict) -> list[str]:
     return wrong
 
 
+def passes_beside_tpf(sources: dict) -> list[str]:
+    """A table that tells forward passes tells tokens per forward (TPF) too: in a page, and in a
+    file of bwsft that prints one."""
+    wrong = []
+    for path, text in sources.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            cells = {cell.strip() for cell in line.split("|")} if path.endswith(".md") else set()
+            if cells & {"passes", "forward passes"} and "TPF" not in cells:
+                wrong.append(f"{path}:{number}: a table with passes has a column TPF")
+            if path.startswith("bwsft/") and '"forward passes"' in line and "TPF" not in text:
+                wrong.append(f"{path}:{number}: a table with forward passes has TPF too")
+    return wrong
+
+
 def names_are_defined_once(sources: dict) -> list[str]:
     """Of two functions or classes of one name in one place the first is dead; overloads and the
     accessors of a property are decorated."""

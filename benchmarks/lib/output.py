@@ -13,6 +13,8 @@ import torch
 from lib import harness
 from lib.harness import Peak, Result
 
+from bwsft.utils.parallelism import per_forward
+
 Point = tuple[dict, list[Result]]  # the settings of a shape, and what was measured there
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("median_s", "tokens_per_s", "supervised_tokens_per_s", "peak_bytes", "flops", "operators")
@@ -27,7 +29,7 @@ def run(
     head, done = header(args.device, peak, args), []
     for settings, results in points:
         done.append((settings, results))
-        print_table(f"{title}{settings_text(settings)}", head, results, peak)
+        print_table(f"{title}{settings_text(settings)}", head, results, peak, settings)
     finish(args, bench, head, done, remarks)
 
 
@@ -91,8 +93,9 @@ def provenance(head: dict) -> str:
     )
 
 
-def cells(results: list[Result], peak: Peak) -> list[list[str]]:
-    """A table as text, the titles first; columns without a number are left out."""
+def cells(results: list[Result], peak: Peak, settings: dict | None = None) -> list[list[str]]:
+    """A table as text, the titles first; columns without a number are left out. settings: of a
+    decoding, whose TPF then stands beside its passes."""
 
     def show(values: list, scale: float = 1.0, pattern: str | None = None) -> list[str]:
         scaled = [None if v is None else v * scale for v in values]
@@ -104,6 +107,13 @@ def cells(results: list[Result], peak: Peak) -> list[list[str]]:
     naive = next((r.median_s for r in results if r.name == "naive"), None)
     phases = list(dict.fromkeys(p for r in results for p in r.phases if p != "total"))
     extra = list(dict.fromkeys(key for r in results for key in r.extra))
+    others = {}
+    for key in extra:
+        others[key] = show([r.extra.get(key) for r in results], 1)
+        if key == "passes":
+            wanted = wanted_tokens(settings)
+            rates = [per_forward(wanted, r.extra.get(key, 0)) for r in results]
+            others["TPF"] = show(rates, pattern="{:.2f}")
     speed = [naive / r.median_s if naive and r.median_s else None for r in results]
     phases = phases if len(phases) > 1 else []  # a single one is the total
     table = {
@@ -121,10 +131,17 @@ def cells(results: list[Result], peak: Peak) -> list[list[str]]:
         "GFLOP": column("flops", 1e-9),
         "operators": column("operators", 1),
         "of roofline": show([peak.share(r) for r in results], pattern="{:.1%}"),
-        **{key: show([r.extra.get(key) for r in results], 1) for key in extra},
+        **others,
     }
     table = {title: values for title, values in table.items() if any(values)}
     return [list(table), *map(list, zip(*table.values(), strict=True))]
+
+
+def wanted_tokens(settings: dict) -> int:
+    """Tokens that a decoding with these settings commits for each sequence: early exit is off, so
+    that all of them are kept."""
+    blocks = settings.get("blocks")
+    return settings["gen"] if blocks is None else blocks * settings["block"]
 
 
 def _plain(value: float | str | None) -> str:
@@ -140,8 +157,10 @@ def settings_text(settings: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
-def print_table(title: str, head: dict, results: list[Result], peak: Peak) -> None:
-    rows = cells(results, peak)
+def print_table(
+    title: str, head: dict, results: list[Result], peak: Peak, settings: dict
+) -> None:
+    rows = cells(results, peak, settings)
     widths = [max(map(len, values)) for values in zip(*rows, strict=True)]
     print(f"\n{title}\n{provenance(head)}")
     for number, row in enumerate(rows):

@@ -23,6 +23,7 @@ from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.request import check_modes, check_request
 from bwsft.decoding.result import Commit, Generation, OnCommit
+from bwsft.decoding.summary import line_of
 from bwsft.utils.lines import printable, say
 
 HELP = """/quit            leave (so does the end of the input)
@@ -89,7 +90,7 @@ def respond(conversation: Conversation, shell: Plain | Terminal, question: str) 
         shell.note(f"[{dropped} old turns no longer fit the model's {positions:,} positions]")
     began = time.perf_counter()
     generation = shell.answer(conversation, prompt)
-    shell.note(f"{generation.summary()} {time.perf_counter() - began:.1f} s")
+    shell.note(f"{line_of(generation)} {time.perf_counter() - began:.1f} s")
     conversation.keep(question, conversation.decoder.text(generation.tokens), dropped)
 
 

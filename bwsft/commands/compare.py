@@ -23,8 +23,9 @@ from bwsft.commands.options import CompareOptions
 from bwsft.commands.speed_curve import curves, draw_curves, print_curves
 from bwsft.decoding.config import RULES
 from bwsft.decoding.pipeline import Decoder
-from bwsft.decoding.result import Generation, tokens_per_forward
+from bwsft.decoding.result import Generation
 from bwsft.decoding.settings import ContextMode
+from bwsft.decoding.summary import tokens_per_forward
 from bwsft.evaluation.answer_files import Output, join, read_references
 from bwsft.evaluation.math_equality import MathVerifier
 from bwsft.evaluation.pass_at_1 import score, summarize
@@ -199,7 +200,7 @@ def print_table(rows: list[ModeResult], count: int) -> None:
         "in step (median)": parted,
         "denoising steps": number("steps"),
         "forward passes": number("passes"),
-        "tokens per forward": [f"{row.tokens_per_forward or 0:.2f}" for row in rows],
+        "tokens per forward (TPF)": [f"{row.tokens_per_forward or 0:.2f}" for row in rows],
         "GFLOP": [f"{row.flops / 1e9:.3g}" if row.flops else "-" for row in rows],
         "times fewer FLOPs": [f"{first.flops / r.flops:.2f}" if r.flops else "-" for r in rows],
         "seconds in all": number("seconds"),

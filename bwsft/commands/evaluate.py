@@ -53,7 +53,8 @@ def print_report(result: dict) -> None:
             value = percent(value)
         if value not in (None, 0):
             digits = 2 if name == "tokens_per_forward" else 1
-            table.add_row(name.replace("_", " "), f"{value:.{digits}f}"
+            title = {"tokens_per_forward": "tokens per forward (TPF)"}.get(name)
+            table.add_row(title or name.replace("_", " "), f"{value:.{digits}f}"
                           if isinstance(value, float) else str(value))
     for rung, number in result["extractors"].items():
         table.add_row(f"answers from: {rung}", str(number))

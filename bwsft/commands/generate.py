@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
@@ -12,9 +13,11 @@ from bwsft.data.file_formats import FORMATS, format_of
 from bwsft.data.records import question
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result_file import ResultFile, result_file
+from bwsft.decoding.summary import line_of
 from bwsft.evaluation.answer_files import read_records, read_text
 from bwsft.utils import lines
 from bwsft.utils.lines import say
+from bwsft.utils.parallelism import per_forward
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -31,18 +34,24 @@ def run_generate(options: GenerateOptions) -> int:
             made = (*made, decoder.identity())
         out = out_file and ResultFile(options.out, out_file, *made)
         trace = trace_file and ResultFile(options.trace, trace_file, *made)
-        answer_all(decoder, prompts, out, trace, options.prompt is not None)
+        totals = answer_all(decoder, prompts, out, trace, options.prompt is not None)
     if out:
-        say(f"{len(questions)} answers: {options.out}", file=sys.stderr)
+        rate = per_forward(*totals)
+        figures = "" if rate is None else f", {rate:.2f} tokens per forward pass (TPF)"
+        say(f"{len(questions)} answers: {options.out}{figures}", file=sys.stderr)
     return 0
 
 
 def answer_all(
     decoder: Decoder, prompts: Sequence[Sequence[int]], out: ResultFile | None,
     trace: ResultFile | None, shown: bool,
-) -> None:  # fmt: skip
-    """Decode the prompts that have no answer in `out` yet, into the files and the terminal."""
+) -> list[int]:  # fmt: skip
+    """Decode the prompts that have no answer in `out` yet, into the files and the terminal; returns
+    the tokens and the forward passes of all answers that say theirs."""
     done = len(out.lines) if out else 0
+    before = [json.loads(line) for line in out.lines] if out else []
+    known = [record for record in before if "passes" in record]  # earlier releases had none
+    totals = [sum(record[name] for record in known) for name in ("tokens", "passes")]
     if trace:
         trace.keep(done)
     for index, generation in enumerate(decoder.answers(prompts, done, bool(trace)), done):
@@ -57,7 +66,10 @@ def answer_all(
             out.append(index, answer)
         if shown:
             say(text)
-            say(generation.summary(), file=sys.stderr)
+            say(line_of(generation), file=sys.stderr)
+        totals[0] += len(generation.tokens)
+        totals[1] += generation.passes
+    return totals
 
 
 def read_questions(options: GenerateOptions) -> list[Prompt]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Column, Table
 
-from bwsft.evaluation.parallelism import aup
 from bwsft.utils.lines import say
+from bwsft.utils.parallelism import aup
 
 if TYPE_CHECKING:
     from bwsft.commands.compare import ModeResult
@@ -41,7 +41,8 @@ def curves(rows: Sequence[ModeResult]) -> list[Curve]:
 
 def print_curves(rows: Sequence[ModeResult], count: int) -> None:
     """A line per mode and threshold on stdout, and the AUP of each mode."""
-    heads = ("tokens per forward", "accuracy", "forward passes", "truncated", "seconds in all")
+    heads = ("tokens per forward (TPF)", "accuracy", "forward passes", "truncated",
+             "seconds in all")
     columns = [Column(head, justify="right") for head in heads]
     title = f"{count} questions; passes per answer"
     table = Table("mode", Column("threshold", justify="right"), *columns, title=title,

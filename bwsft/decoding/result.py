@@ -36,20 +36,6 @@ class Generation:
     # block_causal one for a long prompt; those of a verifier do not count.
     passes: int = 0
 
-    def summary(self) -> str:
-        """A line for the user."""
-        ending = "" if self.ended else "; no end token, so --gen-length may be too short"
-        rate = tokens_per_forward([self])
-        figures = "" if rate is None else f", {rate:.2f} per forward pass"
-        return f"[{len(self.tokens)} tokens in {self.steps} steps{figures}{ending}]"
-
-
-def tokens_per_forward(found: Sequence[Generation]) -> float | None:
-    """TPF of some answers: their tokens before the end token, for each forward pass; None where
-    there was none."""
-    passes = sum(generation.passes for generation in found)
-    return sum(len(generation.tokens) for generation in found) / passes if passes else None
-
 
 class Decoded(NamedTuple):
     """An answer as text: what it says, the tokens up to the end token, whether one came, and the

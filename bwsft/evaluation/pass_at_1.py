@@ -22,6 +22,7 @@ from bwsft.evaluation.answer_files import Output, question_key
 from bwsft.evaluation.math_equality import MathVerifier, same_spelling, same_value
 from bwsft.utils.files import write_atomic
 from bwsft.utils.identity import short
+from bwsft.utils.parallelism import per_forward
 from bwsft.utils.time_limit import time_limit
 
 if TYPE_CHECKING:  # scoring a file takes no torch
@@ -239,8 +240,7 @@ def _share(values: list) -> float | None:
 
 def _tokens_per_forward(records: list[dict]) -> float | None:
     known = [record for record in records if None not in (record["tokens"], record["passes"])]
-    passes = sum(record["passes"] for record in known)
-    return sum(record["tokens"] for record in known) / passes if passes else None
+    return per_forward(*(sum(record[name] for record in known) for name in ("tokens", "passes")))
 
 
 def summarize(records: list[dict], task: str, strict: bool = False) -> dict:

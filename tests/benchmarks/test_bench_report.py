@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import report
+from house_rules import passes_beside_tpf
 from lib import figures
 
 from bwsft.commands import bench as bench_command
@@ -45,6 +46,17 @@ def test_every_link_of_the_page_leads_somewhere():
     anchors = re.findall(r"\]\(#([^)]+)\)", text)
     headings = [line[3:].lower() for line in text.splitlines() if line.startswith("## ")]
     assert anchors == headings
+
+
+def test_decodings_tell_tokens_per_forward_beside_passes(tmp_path):
+    pages = {page.name: page.read_text() for page in RESULTS.rglob("*.md")}
+    assert passes_beside_tpf(pages) == []
+    result = {"name": "exact", "extra": {"steps": 5, "passes": 5}}
+    points = [{"settings": {"gen": 32, "block": 4, "blocks": 2}, "results": [result]},
+              {"settings": {"gen": 40, "block": 8}, "results": [result]}]
+    (tmp_path / "one.json").write_text(json.dumps(result_file(points, "generate")))
+    page = report.render(tmp_path)
+    assert "| exact | 5 | 5 | 1.60 |" in page and "| exact | 5 | 5 | 8.00 |" in page
 
 
 def test_a_page_with_a_failure(tmp_path):

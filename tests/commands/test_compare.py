@@ -14,9 +14,9 @@ from bwsft.data import word_problems
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Commit, Generation
 from bwsft.decoding.settings import DecoderOptions
-from bwsft.evaluation.parallelism import aup
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 from bwsft.utils.flops import flop_counter
+from bwsft.utils.parallelism import aup
 
 WORDS = "--gen-length 12 --block-size 4 --steps 6 --template none --batch-size 3".split()
 

@@ -78,11 +78,18 @@ def expected(run_folder, template="none", **config):
     return trained.tokenizer, generate(trained.backbone, encoded, decoding, trace=True)
 
 
-def test_answers_are_those_of_generate_with_the_training_settings(run_folder, prompts, tmp_path):
+def test_answers_are_those_of_generate_with_the_training_settings(
+    run_folder, prompts, tmp_path, capsys
+):
     assert run_generate(options(run_folder, prompts, tmp_path, batch_size=2)) == 0
     found = rows(tmp_path / "out.jsonl")
     assert [row["question"] for row in found] == QUESTIONS
     tokenizer, results = expected(run_folder)
+    rate = sum(len(r.tokens) for r in results) / sum(r.passes for r in results)
+    told = f"out.jsonl, {rate:.2f} tokens per forward pass (TPF)\n"
+    assert told in capsys.readouterr().err
+    run_generate(options(run_folder, prompts, tmp_path, resume=True))  # of old answers too
+    assert told in capsys.readouterr().err
     assert {result.ended for result in results} == {True, False}
     for row, result in zip(found, results, strict=True):
         text = tokenizer.decode(result.tokens, skip_special_tokens=True)
@@ -107,7 +114,9 @@ def test_one_prompt_is_printed(run_folder, capsys):
     # Noise-free, so that the prompt's number does not matter.
     answer = tokenizer.decode(results[1].tokens, skip_special_tokens=True)
     assert shown.out == printable(answer) + "\n"
-    assert f"[{len(results[1].tokens)} tokens in {results[1].steps} steps" in shown.err
+    one = results[1]
+    rate = f"and {one.passes} forward passes, TPF {len(one.tokens) / one.passes:.2f}"
+    assert f"[{len(one.tokens)} tokens in {one.steps} steps {rate}" in shown.err
 
 
 @pytest.mark.parametrize("at", [0, 3, 40, -1])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bwsft.evaluation.parallelism import aup
+from bwsft.utils.parallelism import aup
 
 
 def test_an_equal_accuracy_is_the_plain_area():

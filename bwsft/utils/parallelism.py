@@ -1,5 +1,5 @@
-"""Accuracy under parallelism: what a decoder's answers are worth at each number of tokens that it
-commits per forward pass (TPF), in one figure."""
+"""Tokens per forward pass (TPF), and accuracy under parallelism: what a decoder's answers are worth
+at each TPF, in one figure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import math
 from collections.abc import Sequence
 
 PENALTY, WORST = 3.0, 5.0  # alpha, and percentage points below the slowest point
+
+
+def per_forward(tokens: int, passes: int) -> float | None:
+    """TPF: the tokens that are kept, for each forward pass that a sequence took part in; None where
+    there was none."""
+    return tokens / passes if passes else None
 
 
 def aup(points: Sequence[tuple[float, float]], best: float | None = None) -> float:
