@@ -29,6 +29,7 @@ commands
   report RUN ... write runs as one HTML page: curves, loss by block and mask
                  rate, spikes, samples; --watch: while they train
   compare        decode in several context modes and compare
+  distill        keep a model's careful decodings, to train it for fewer passes
   replay         run again what a run kept when a loss was not finite or spiked
   export         merge a run's adapter and write a model folder
   experiment     the paper's comparisons: table, equal-tokens, block-grid, ...
@@ -50,6 +51,7 @@ COMMANDS = {
     "trace": (f"{OPTIONS}:TraceOptions", "bwsft.commands.trace:run_trace"),
     "report": (f"{OPTIONS}:ReportOptions", "bwsft.commands.report.page:run_report"),
     "compare": (f"{OPTIONS}:CompareOptions", "bwsft.commands.compare:run_compare"),
+    "distill": (f"{OPTIONS}:DistillOptions", "bwsft.commands.distill:run_distill"),
     "replay": (f"{OPTIONS}:ReplayOptions", "bwsft.commands.replay:run_replay"),
     "export": (f"{OPTIONS}:ExportOptions", "bwsft.commands.export:run_export"),
     "experiment": (

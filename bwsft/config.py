@@ -270,21 +270,22 @@ def _validate_draws(config: Config) -> None:
     objective = config.objective
     if config.draws_per_context > 1 and (
         (config.context == "exact" and not objective.context_grad)
-        or objective.name not in ("blockwise", "classical")
+        or not (objective.has_blocks or objective.name == "classical")
     ):
         raise ValueError(
-            "--draws-per-context above 1 needs blockwise or classical SFT, and in --context exact "
-            "gradients through the context"
+            "--draws-per-context above 1 needs blockwise or classical SFT or distill, and in "
+            "--context exact gradients through the context"
         )
     if objective.pairs and config.draws_per_context % 2:
         raise ValueError("--objective.pairs needs an even --draws-per-context")
     if config.shared_context and (
-        (config.context, objective.name) != ("exact", "blockwise")
+        config.context != "exact"
+        or not objective.has_blocks
         or config.draws_per_context == 1
         or objective.suffix_weight
     ):
         raise ValueError(
-            "--shared-context is for several --draws-per-context of blockwise SFT in --context "
+            "--shared-context is for several --draws-per-context of one block in --context "
             "exact, without --objective.suffix-weight: the further draws run no suffix"
         )
 
@@ -313,7 +314,7 @@ def _validate_context(config: Config) -> None:
         )
     if config.context == "exact":
         return
-    if objective.name != "blockwise":
+    if not objective.has_blocks:
         raise ValueError(
             f"--objective.name {objective.name} has no blocks for --context {config.context}"
         )

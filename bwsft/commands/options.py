@@ -140,6 +140,37 @@ class CompareOptions(DecoderOptions):
         return sorted(found, reverse=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions(DecoderOptions):
+    """Decode training prompts with care and keep the right answers with their traces, to train on
+    with --objective.name distill. The same command goes on with what was interrupted."""
+
+    model: str
+    """Run folder, checkpoint, model folder or Hub id."""
+    data: Path
+    """Questions with references, GSM8K-, MetaMath- or MATH-shaped: a file, folder, glob or Hub
+    id."""
+    out: Path
+    """Folder of the traces, in shards of JSONL: the --data of a training."""
+    subset: str | None = None
+    """Configuration of a Hub data set in --data."""
+    split: str | None = None
+    """Split of --data where it is a Hub data set or a folder; default train."""
+    columns: str | None = None
+    """What the columns of --data are, as prompt=q,response=a; see docs/train_your_data.md."""
+    task: Literal["gsm8k", "math"] = "gsm8k"
+    """How answers are found and compared."""
+    limit: int | None = None
+    """Use only the first so many questions."""
+    shard: int = 256
+    """Questions of a shard, which an interruption may cost."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "shard"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+
+
 @dataclass(frozen=True)
 class ReplayOptions:
     """Run the sequences that a run kept when something was wrong with them."""

@@ -86,6 +86,8 @@ class Batch:
     position_ids: torch.Tensor  # [T] int64, from 0 in every sequence
     visits: torch.Tensor  # [S] int64
     max_length: int | None = None  # of the longest sequence: spares CUDA attention a host read
+    # [T] int64 the denoising step that committed a response token, -1 for none (data/traces.py)
+    steps: torch.Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -102,6 +104,7 @@ class Batch:
         return replace(
             self, ids=self.ids[tokens], cu_seqlens=_boundaries(lengths).to(self.ids.device),
             position_ids=self.position_ids[tokens], max_length=max(lengths),
+            steps=None if self.steps is None else self.steps[tokens],
             **{name: getattr(self, name)[keep] for name in names},
         )  # fmt: skip
 

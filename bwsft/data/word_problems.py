@@ -7,6 +7,7 @@ split, so a test problem is never a training problem with another name in it.
 import operator
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe", "Max", "Ivy")
@@ -35,6 +36,8 @@ NEW_STORIES = (
     ("Kim has {c} {things}, {name} {a} bags with {b} each. How many in all?", "x", "+"),
     ("{name} sells {c} {things} of {a} bags with {b} each. How many stay?", "x", "-"),
 )
+CHAIN = 4  # changes of a running total
+MOST = 30  # of which it is at no time more
 KINDS = {
     "wordproblems": (STORIES, "{a} {first} {b} = {middle}. {middle} {second} {c} = {result}."),
     "newstories": (
@@ -57,21 +60,23 @@ class Generated:
     seed: int | None = None
     """None: training problems alone, of seed 0, as the embedded base was trained on."""
     kind: str = "wordproblems"
-    """Stories and form of answer: a key of KINDS."""
+    """Stories and form of answer: a key of KINDS; or "chains"."""
 
     def problems(self, count: int, seed: int, split: str = "train") -> list[dict[str, str]]:
         """So many of these problems, of a seed and a split."""
+        if self.kind == "chains":
+            return chains(count, seed, split, self.largest)
         return generate(count, seed, split, self.largest, self.kind)
 
 
 def named(data: str | None) -> Generated | None:
     """What a run's `data` asks for: operands up to 9 (None), "wordproblems-20",
-    "wordproblems-20-seed2" or "newstories-9-seed2"; None for any other text, which is a file or a
-    Hub id."""
+    "wordproblems-20-seed2", "newstories-9-seed2" or "chains-9-seed2"; None for any other text,
+    which is a file or a Hub id."""
     if data is None:
         return Generated()
     found = isinstance(data, str) and re.fullmatch(
-        r"(wordproblems|newstories)-(\d+)(?:-seed(\d+))?", data, re.ASCII
+        r"(wordproblems|newstories|chains)-(\d+)(?:-seed(\d+))?", data, re.ASCII
     )
     if not found:  # a file, a Hub id, or records
         return None
@@ -87,12 +92,7 @@ def generate(
     Each answer ends in "\\nThe answer is: N". Raises ValueError for an unknown split or numbers
     too small to tell the splits apart.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; known are {', '.join(SPLITS)}")
-    if largest < 6:
-        raise ValueError(f"largest must be at least 6, not {largest}")
-    # random() is the one method whose sequence Python promises to keep between versions.
-    draw = random.Random(f"{seed} {split}").random
+    draw = drawing(seed, split, largest)
     problems: list[dict[str, str]] = []
     stories, form = KINDS[kind]
     while len(problems) < count:
@@ -110,3 +110,39 @@ def generate(
             steps = form.format(first=first, second=second, middle=middle, result=result, **numbers)
             problems.append({"query": query, "response": f"{steps}\nThe answer is: {result}"})
     return problems
+
+
+def chains(count: int, seed: int = 0, split: str = "train", largest: int = 9) -> list[dict]:
+    """`count` records about a total that goes up and down by 2 to `largest`, CHAIN times: each
+    result is the next step's first number, so that no later token is known without the earlier
+    ones. Splits and errors as in `generate`."""
+    draw = drawing(seed, split, largest)
+    problems: list[dict] = []
+    while len(problems) < count:
+        totals, steps = [2 + int(draw() * (largest - 1))], []
+        name, things = NAMES[int(draw() * len(NAMES))], THINGS[int(draw() * len(THINGS))]
+        while len(steps) < CHAIN:
+            step = (2 + int(draw() * (largest - 1))) * (1 if draw() < 0.5 else -1)
+            if 0 <= totals[-1] + step <= MOST:
+                steps.append(step)
+                totals.append(totals[-1] + step)
+        if (sum(p * n for p, n in zip((7, 11, 13, 17, 19), (totals[0], *steps), strict=True))
+                % TEST_SHARE == 0) != (split == "test"):  # fmt: skip
+            continue
+        signed = [f"{'+' if step > 0 else '-'} {abs(step)}" for step in steps]
+        worked = [f"{a} {step} = {b}." for a, step, b in
+                  zip(totals[:-1], signed, totals[1:], strict=True)]  # fmt: skip
+        query = f"{name} has {totals[0]} {things}, {', '.join(signed)}. How many {things} now?"
+        answer = f"{' '.join(worked)}\nThe answer is: {totals[-1]}"
+        problems.append({"query": query, "response": answer})
+    return problems
+
+
+def drawing(seed: int, split: str, largest: int) -> Callable[[], float]:
+    """Uniform numbers from [0, 1) of a seed and a split; ValueError as in `generate`."""
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; known are {', '.join(SPLITS)}")
+    if largest < 6:
+        raise ValueError(f"largest must be at least 6, not {largest}")
+    # random() is the one method whose sequence Python promises to keep between versions.
+    return random.Random(f"{seed} {split}").random

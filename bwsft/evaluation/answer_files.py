@@ -91,7 +91,8 @@ def read_text(path: Path) -> str:
 
 
 def read_records(
-    path: Path | str, subset: str | None = None, split: str | None = None
+    path: Path | str, subset: str | None = None, split: str | None = None,
+    usual_split: str = USUAL_SPLIT,
 ) -> tuple[list[dict], dict]:
     """The records of a source, and the scalars beside a "generations" list (settings of that run).
 
@@ -101,7 +102,7 @@ def read_records(
     if _is_document(path) and not (subset or split):
         found, header = _records_of(read_text(path), path)
     else:
-        source = open_source(path, subset, split, USUAL_SPLIT)
+        source = open_source(path, subset, split, usual_split)
         found, header = [_exact(raw, place) for place, raw in source.rows()], {}
     for number, record in enumerate(found, 1):
         if not isinstance(record, dict):
@@ -210,12 +211,13 @@ def _typed(record: dict, field: str, kind: type):
 
 def read_references(
     path: Path | str, task: str, subset: str | None = None, split: str | None = None,
-    columns: str | None = None,
+    columns: str | None = None, usual_split: str = USUAL_SPLIT,
 ) -> dict[str, tuple[Prompt, str]]:  # fmt: skip
     """question_key -> (question, reference answer) of a GSM8K-, MetaMath- or MATH-shaped source."""
     parsed = Columns.parse(columns)
     references: dict[str, tuple[Prompt, str]] = {}
-    for number, record in enumerate(read_records(path, subset, split)[0], 1):
+    found, _ = read_records(path, subset, split, usual_split)
+    for number, record in enumerate(found, 1):
         place = f"{path}: record {number}"
         question = _asked(record, parsed, place)
         reference = _reference(_answer(record, parsed, place), task, place)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tqdm import tqdm
 
 from bwsft import config as c
@@ -16,17 +18,17 @@ TEST_SEED = 1  # of the test problems: another seed than the training data's, an
 
 
 def solve(
-    trained: Trained, problems: list[dict], config: c.Config, name: str, context: str | None = None
+    trained: Trained, problems: list[dict], config: c.Config, name: str, **changes: Any
 ) -> tuple[list[bool], list[Generation]]:
     """Decode the problems, one token a step; returns (which are right, the generations).
 
-    Block size, canvas and template come from `config`; the context mode is the model's own unless
-    given. `name` stands at the progress bar.
+    Block size, canvas and template come from `config`, the context mode from the model; `changes`
+    are fields of DecodeConfig that are others. `name` stands at the progress bar.
     """
     template = Template(trained.tokenizer, config.dataset.template, config.dataset.template_args)
     prompts = template.encode_prompts([p["query"] for p in problems])
-    context = context or trained.contract.context
-    decode = DecodeConfig(config.gen_length, config.block_size, context=context, batch_size=50)
+    options = {"context": trained.contract.context, "batch_size": 50} | changes
+    decode = DecodeConfig(config.gen_length, config.block_size, **options)
     stream = decode_stream(trained.backbone, prompts, decode, trace=True)
     found = dict(tqdm(stream, total=len(problems), desc=f"decoding, {name}"))
     generations = [found[i] for i in range(len(problems))]

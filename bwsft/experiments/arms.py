@@ -41,11 +41,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Claim:
-    """The mean of `smaller` is below the mean of `larger`, each a tuple of (arm, measure)."""
+    """The mean of `smaller`, times a factor, is below the mean of `larger`, each a tuple of (arm,
+    measure)."""
 
     text: str
     smaller: tuple[tuple[str, str], ...]
     larger: tuple[tuple[str, str], ...]
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,9 @@ class Plan:
     """Updates of the cheapest way to spend each budget, in rising order."""
     start: c.Config | None = None
     """Training of the model that all arms start from, where none is named."""
+    traces: int = 0
+    """Training problems whose careful decodings by that model the arms are trained on (fewer.py);
+    0: the arms name their data."""
 
 
 def at_budget(way: str, budget: int) -> str:

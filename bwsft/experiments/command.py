@@ -33,6 +33,8 @@ def run_experiment(options: ExperimentOptions) -> int:
     seeds = list(range(options.seeds or (primary.SEEDS if plan.primary else scale.seeds)))
     if options.name.endswith("pilot"):
         seeds = [PILOT_SEED + seed for seed in range(options.seeds or 1)]
+    if plan.traces and (options.scale != "mini" or options.steps or options.model or options.data):
+        raise ValueError(f"{plan.name} has a model, data and updates of its own: leave them out")
     for arm in plan.arms:
         c.validate(arm.config)
         if arm.cpu_seconds is not None and options.scale == "8b":
@@ -40,8 +42,11 @@ def run_experiment(options: ExperimentOptions) -> int:
     if options.dry_run:
         print_plan(plan, scale, seeds)
         return 0
-    tests = chosen_test_set(options, scale)
-    out = Path(options.out or f"runs/experiments-{scale.name}")
+    tests, folder = chosen_test_set(options, scale), f"experiments-{scale.name}"
+    if plan.traces:  # of problems of its own kind
+        tests = dataclasses.replace(tests, generated=plan.start.data)
+        folder = f"experiments-{plan.name}"
+    out = Path(options.out or f"runs/{folder}")
 
     out.mkdir(parents=True, exist_ok=True)
     pages = Path(options.report or out / "reports")

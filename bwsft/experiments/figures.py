@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from bwsft.experiments import primary, primary_report
 from bwsft.experiments.arms import at_budget
+from bwsft.experiments.fewer import points_of
 from bwsft.experiments.gradients import PARTS
 from bwsft.experiments.results import Measured
 from bwsft.experiments.statistics import mean_error
@@ -30,10 +31,28 @@ def draw(finished: Finished) -> bytes:
         "dynamics": curves,
         "gradients": intervals,
         "decisive": budgets,
+        "fewer": trade_offs,
+        "fewer-chains": trade_offs,
     }
     out = io.BytesIO()
     shapes.get(finished.plan.name, dots)(finished).savefig(out, dpi=110, format="png")
     return out.getvalue()
+
+
+def trade_offs(finished: Finished) -> Figure:
+    """Exact match over TPF, a line per arm through the means of every threshold."""
+    figure, (axis,) = panels(1, 6, 4)
+    for arm in finished.arms:
+        means = [
+            (statistics.fmean(p.tpf for p in same), statistics.fmean(p.accuracy for p in same))
+            for same in zip(*points_of(arm.cells), strict=True)
+        ]
+        rates, shares = zip(*means, strict=True)
+        axis.plot(rates, [100 * share for share in shares], "o-", label=arm.name)
+    axis.set(xlabel="tokens per forward pass", ylabel="exact match, %")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return figure
 
 
 def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:

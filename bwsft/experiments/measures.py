@@ -2,9 +2,9 @@
 
 A measure is a name: "nelbo@10" and "solved@10" on generated test problems, "own@10" as "solved" but
 every seed on other ones; "gsm8k@32" and "math@32" on answer files, under the ladder and under the
-paper's strict rule; "pilot@10", the NELBO on the half of the test problems that chooses settings
-and that no result is reported on; "gradient@8", of an update's gradient at these weights
-(gradients.py).
+paper's strict rule; "tpf@16", "aup@16" and "careful@16" of decoding by threshold (fewer.py);
+"pilot@10", the NELBO on the half of the test problems that chooses settings and that no result is
+reported on; "gradient@8", of an update's gradient at these weights (gradients.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bwsft.data import word_problems
 from bwsft.data.dataset import load_set
 from bwsft.data.packing import pack
 from bwsft.evaluation.exact_match import TEST_SEED, solve
-from bwsft.experiments import gradients
+from bwsft.experiments import fewer, gradients
 from bwsft.objectives.nelbo import HeldOut
 from bwsft.training.context_modes import make_mode
 from bwsft.training.run_data import data_options, layout_of
@@ -42,6 +42,8 @@ class TestSet:
     """GSM8K-shaped answer file."""
     math: str | None = None
     """MATH-shaped answer file."""
+    generated: str | None = None
+    """Kind of the generated problems, as a run's --data; none: that of the cell's own data."""
     nelbo_data: str | None = None
     """Records for the NELBO; none: generated problems."""
     batch_size: int = 50
@@ -58,6 +60,11 @@ def measure(name: str, source: str | None, config: c.Config, tests: TestSet, ste
     if kind in ("nelbo", "pilot"):
         trained = load_trained(source, device=config.device)
         return {"value": held_out_nelbo(trained, config, tests, pilot=kind == "pilot")}
+    if kind in fewer.KINDS:
+        problems = test_problems(tests.problems, tests.generated or config.data)
+        return fewer.measure(
+            kind, load_trained(source, device=config.device), problems, config, stem
+        )
     if kind in GENERATED:
         first = config.seed * tests.problems if kind == "own" else 0
         return solved(load_trained(source, device=config.device), config, tests, first)
@@ -114,7 +121,7 @@ def held_out_nelbo(
 def solved(trained: Trained, config: c.Config, tests: TestSet, first: int = 0) -> dict:
     """Exact match on generated problems, one token a step; `each` keeps every problem's result."""
     problems = test_problems(tests.problems, config.data, first=first)
-    right, found = solve(trained, problems, config, "test set", config.context)
+    right, found = solve(trained, problems, config, "test set", context=config.context)
     return {
         "value": sum(right) / len(right),
         "each": "".join("01"[ok] for ok in right),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bwsft.checkpoints.folders import versions
-from bwsft.experiments import gradients, primary_report
+from bwsft.experiments import fewer, gradients, primary_report
 from bwsft.experiments.arms import Plan
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import TestSet
@@ -27,7 +27,7 @@ from bwsft.utils.files import write_atomic
 
 LABELS = {
     "nelbo": "NELBO", "pilot": "pilot NELBO", "solved": "solved", "own": "solved", "math": "MATH",
-    "cpu_seconds": "CPU s",
+    "cpu_seconds": "CPU s", "careful": "exact match, careful",
 }  # fmt: skip
 
 
@@ -108,6 +108,8 @@ def markdown(finished: Finished, judged: list[Judged]) -> str:
         lines += claims(judged)
     if plan.primary:
         lines += primary_report.section(finished)
+    if plan.traces:
+        lines += fewer.section(finished)
     return "\n".join(lines)
 
 
@@ -124,6 +126,8 @@ def settings(finished: Finished) -> str:
     command = f"bwsft experiment {plan.name} --scale {finished.scale.name}"
     if finished.gradients:
         return f"`{command}`, {made}, {batch} sequences an update. {gradients.HOW}"
+    if plan.traces:
+        return f"`bwsft experiment {plan.name} --problems {tests.problems}`, {fewer.how(finished)}"
     seconds = finished.seconds
     timed = f"--seconds {seconds:g}" if seconds else f"--steps {base.steps}"
     lr = "" if finished.rates else f"peak learning rate {base.optim.lr:g}, "
@@ -203,7 +207,8 @@ def form(name: str) -> str:
     """How the values of a measure are written."""
     if name == "cpu_seconds":
         return "{:.1f}"
-    return "{:.4f}" if is_nelbo(name) else "{:.1%}"
+    short = {"tpf": "{:.2f}", "aup": "{:.0f}"}.get(name.partition("@")[0])
+    return short or ("{:.4f}" if is_nelbo(name) else "{:.1%}")
 
 
 def spread(values: list[float] | None, form: str) -> str:

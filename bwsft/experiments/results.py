@@ -73,7 +73,10 @@ def judge(plan: Plan, arms: list[Measured], seeds: int) -> list[Judged]:
     about exact match or CPU seconds (Holm)."""
     by_name = {arm.name: arm for arm in arms}
     found = [
-        contrast(side(claim.smaller, by_name, seeds), side(claim.larger, by_name, seeds))
+        contrast(
+            [claim.factor * value for value in side(claim.smaller, by_name, seeds)],
+            side(claim.larger, by_name, seeds),
+        )
         for claim in plan.claims
     ]
     adjusted = [math.nan] * len(found)

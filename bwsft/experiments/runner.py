@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from bwsft import config as c
 from bwsft.data.sources import open_source
-from bwsft.experiments import cells, pilots
+from bwsft.experiments import cells, fewer, pilots
 from bwsft.experiments.arms import Arm, Plan
 from bwsft.experiments.cells import Cell
 from bwsft.experiments.measures import TestSet
@@ -118,15 +118,22 @@ def run_plan(
 
 def started(plan: Plan, work: Work, contents: Contents) -> tuple[Plan, float | None]:
     """(the plan with all arms on the model that its start trains, a cell like others; what that
-    solves of problems like its own)."""
+    solves of problems like its own). With traces the trained arms' data are those."""
     if plan.start is None:
         return plan, None
     cell = Cell(plan.start, content=contents.of(plan.start))
     measure = f"solved@{plan.start.block_size}"
     work.need([(cell, (measure,))], "the model that all start from")
     model = str((work.folder / cell.key).resolve())
-    arms = [dataclasses.replace(a, config=dataclasses.replace(a.config, model=model))
-            for a in plan.arms]  # fmt: skip
+    named = dict.fromkeys((True, False), {"model": model})
+    if plan.traces:
+        out = work.folder / f"{cell.key}-traces{plan.traces}"
+        work.pool.submit(fewer.make_traces, model, plan, out).result()
+        named[True] = {"model": model, "data": str(out.resolve())}
+    arms = [
+        dataclasses.replace(arm, config=dataclasses.replace(arm.config, **named[arm.trained]))
+        for arm in plan.arms
+    ]
     solved = cells.read(work.folder, cell)["measures"][measure]["value"]
     return dataclasses.replace(plan, arms=arms), solved
 

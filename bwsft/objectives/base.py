@@ -159,10 +159,14 @@ def row_list(where: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.arange(size, device=where.device) < where.sum()
 
 
-def masked_draw(batch: Batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int) -> Draw:
-    """The corruption that masks ``marked`` [T] and weighs each masked token by ``weight`` [T]."""
+def masked_draw(
+    batch: Batch, marked: Tensor, weight: Tensor, rows: Rows, mask_id: int,
+    where: Tensor | None = None,
+) -> Draw:  # fmt: skip
+    """The corruption that masks ``marked`` [T] and weighs each masked token, or those ``where`` [T]
+    among them, by ``weight`` [T]."""
     noisy = dataclasses.replace(batch, ids=batch.ids.masked_fill(marked, mask_id))
-    return supervise(noisy, batch.ids, marked, weight, rows)
+    return supervise(noisy, batch.ids, marked if where is None else where, weight, rows)
 
 
 def supervise(noisy: Batch, clean: Tensor, where: Tensor, weight: Tensor, rows: Rows) -> Draw:

@@ -80,14 +80,28 @@ class TwoStepConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """--objective.name distill: predict what the trace of a careful decoder commits next."""
+
+    window_from: float = 0.5
+    """Tokens that are supervised in a state, the next ones in the trace's order, at the start of
+    the run; as a share of a block, at least one token."""
+    window_to: float = 1.0
+    """And at its end; between them they grow evenly."""
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """What is masked and how it is weighed (bwsft/objectives/)."""
 
     ABSENT: ClassVar[dict[str, str]] = {"empty": "last"}  # what files of runs without it mean
 
-    name: Literal["blockwise", "classical", "mdlm", "soft_masked", "rdm", "two_step"] = "blockwise"
-    """Blockwise SFT; classical SFT (Bernoulli masks over the whole response); or one of the other
-    objectives of the paper's table, each with its own group of options."""
+    name: Literal[
+        "blockwise", "classical", "mdlm", "soft_masked", "rdm", "two_step", "distill"
+    ] = "blockwise"
+    """Blockwise SFT; classical SFT (Bernoulli masks over the whole response); one of the other
+    objectives of the paper's table, each with its own group of options; or distill, on the traces
+    that `bwsft distill` wrote."""
     blocks: Literal[
         "uniform", "length", "rising", "falling", "traversal", "sequential", "each", "all"
     ] = "uniform"
@@ -134,13 +148,19 @@ class ObjectiveConfig:
     soft_masked: SoftMaskedConfig = field(default_factory=SoftMaskedConfig)
     rdm: RdmConfig = field(default_factory=RdmConfig)
     two_step: TwoStepConfig = field(default_factory=TwoStepConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+
+    @property
+    def has_blocks(self) -> bool:
+        """A draw supervises one active block, or each block as such, in every context mode."""
+        return self.name in ("blockwise", "distill")
 
 
 BLOCKWISE_ONLY = (
     "blocks weight discrete empty block_factor prefix_noise suffix_leak suffix_weight suffix_decay "
     "pairs context_grad"
 ).split()
-GROUPS = "mdlm soft_masked rdm two_step".split()
+GROUPS = "mdlm soft_masked rdm two_step distill".split()
 
 
 def validate(objective: ObjectiveConfig) -> None:
@@ -158,6 +178,8 @@ def validate(objective: ObjectiveConfig) -> None:
         "soft-masked.softness": objective.soft_masked.softness,
         "rdm.label-smoothing": objective.rdm.label_smoothing,
         "two-step.replace": objective.two_step.replace,
+        "distill.window-from": objective.distill.window_from,
+        "distill.window-to": objective.distill.window_to,
     }
     for name, value in shares.items():
         if not 0 <= value <= 1:
@@ -205,8 +227,8 @@ def _refuse_options_of_others(objective: ObjectiveConfig) -> None:
     idle = {name: f"--objective.name {name}" for name in GROUPS if name != objective.name}
     if objective.name in GROUPS:
         idle |= dict.fromkeys(BLOCKWISE_ONLY, "blockwise and classical SFT")
-    if objective.name == "rdm":
-        idle |= dict.fromkeys(("low", "high"), "objectives without levels")
+    if objective.name in ("rdm", "distill"):
+        idle |= dict.fromkeys(("low", "high"), "objectives with mask rates")
     for name, home in idle.items():
         if getattr(objective, name) != getattr(plain, name):
             raise ValueError(

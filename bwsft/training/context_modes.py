@@ -307,4 +307,4 @@ def make_mode(
         return FrozenContext(*common)
     if config.shared_context:
         return SharedContext(*common)
-    return Exact(*common, prune=o.name == "blockwise" and not o.suffix_weight)
+    return Exact(*common, prune=o.has_blocks and not o.suffix_weight)

@@ -17,6 +17,7 @@ from bwsft.data.examples import DataOptions
 from bwsft.data.file_formats import Row, places
 from bwsft.data.packing import Batch, CanvasLayout, pack, split_holdout
 from bwsft.data.sources import Source
+from bwsft.data.traces import Traces
 from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import HeldOut
@@ -40,6 +41,8 @@ class TrainingData:
     each: np.ndarray | None = None
     """[R, 3] (example, block, blocks of the example): an epoch is these rows in random order, not
     the examples (--objective.blocks each)."""
+    traces: Traces | None = None
+    """How each response was decoded (--objective.name distill)."""
 
     @property
     def epoch(self) -> int:
@@ -56,7 +59,10 @@ class TrainingData:
         return [(example, epoch * blocks + block) for (example, block, blocks), epoch in rows]
 
     def pack(self, samples: list[tuple[int, int]]) -> Batch:
-        return pack([self.examples.example(i, visit) for i, visit in samples], self.layout)
+        batch = pack([self.examples.example(i, visit) for i, visit in samples], self.layout)
+        if self.traces is None:
+            return batch
+        return self.traces.onto(batch, [int(self.examples.record_numbers[i]) for i, _ in samples])
 
     def sample_ids(self, samples: list[tuple[int, int]]) -> list[int]:
         return [int(self.examples.sample_ids[i]) for i, _ in samples]
@@ -206,7 +212,11 @@ def plan_data(
     else:
         split = split_holdout(examples.record_numbers, count, FIXED_SEED)
     each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
-    return TrainingData(examples, *split, layout, each)
+    traces = None
+    if config.objective.name == "distill":
+        traces = Traces.read(source, config.dataset.subset, config.dataset.split)
+        traces.check(examples)
+    return TrainingData(examples, *split, layout, each, traces)
 
 
 def every_block(examples: TokenizedSet, index: np.ndarray, layout: CanvasLayout) -> np.ndarray:

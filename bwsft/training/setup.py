@@ -27,6 +27,7 @@ from bwsft.models.lora import add_lora, load_adapter_weights
 from bwsft.objectives.base import Objective
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.classical import Classical
+from bwsft.objectives.distill import Distill
 from bwsft.objectives.mdlm import Mdlm
 from bwsft.objectives.rdm import Rdm
 from bwsft.objectives.soft_masked import SoftMasked
@@ -60,6 +61,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "rdm": Rdm,
     "soft_masked": SoftMasked,
     "two_step": TwoStep,
+    "distill": Distill,
 }
 
 

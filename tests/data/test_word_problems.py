@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bwsft.data.records import normalize
-from bwsft.data.word_problems import KINDS, Generated, generate, named
+from bwsft.data.word_problems import KINDS, MOST, Generated, chains, generate, named
 
 
 def test_every_equation_is_right_and_the_last_is_the_answer():
@@ -89,6 +89,26 @@ def test_new_stories_are_right_and_hold_out_what_the_old_ones_do():
         assert sorted(re.findall(r"\d+", record["query"])) == sorted((a, b, c))
         found.add((a, op, b, then, c))
     assert len(found) > 200 and not found & old
+
+
+def test_chains_carry_a_total_and_split_by_their_numbers():
+    found = {}
+    for split in ("train", "test"):
+        for record in chains(400, 3, split):
+            steps, answer = record["response"].split("\nThe answer is: ")
+            equations = re.findall(r"(\d+) ([+-]) (\d+) = (\d+)\.", steps)
+            results = [int(equation[3]) for equation in equations]
+            for (left, sign, step, _), result in zip(equations, results, strict=True):
+                assert int(left) + int(sign + step) == result and 0 <= result <= MOST
+            assert [int(e[0]) for e in equations[1:]] == results[:-1] and answer == equations[-1][3]
+            asked = re.search(r" has (\d+) \w+((, [+-] \d+)+)\. How many", record["query"])
+            assert asked[1] == equations[0][0]
+            assert asked[2] == "".join(f", {sign} {step}" for _, sign, step, _ in equations)
+            found.setdefault(split, set()).add((asked[1], asked[2]))
+    assert not found["train"] & found["test"]
+    assert Generated(kind="chains").problems(5, 3) == chains(400, 3)[:5]
+    with pytest.raises(ValueError, match="largest must be at least 6"):
+        chains(1, largest=2)
 
 
 def test_names_of_generated_data():

@@ -265,7 +265,7 @@ def test_there_is_no_block_for_a_context_mode(name, context):
     ({"name": "mdlm", "weight": "flat", "empty": "skip"}, "--objective.weight belongs to"),
     ({"name": "mdlm", "rdm": RdmConfig(levels=9)}, "--objective.rdm belongs to"),
     ({"two_step": TwoStepConfig(replace=0.1)}, "--objective.two-step belongs to"),
-    ({"name": "rdm", "low": 0.1}, "--objective.low belongs to objectives without levels"),
+    ({"name": "rdm", "low": 0.1}, "--objective.low belongs to objectives with mask rates"),
     ({"name": "soft_masked", "soft_masked": SoftMaskedConfig(1.5)}, "softness must lie in"),
     ({"name": "rdm", "rdm": RdmConfig(label_smoothing=-0.1)}, "label-smoothing must lie in"),
     ({"name": "rdm", "rdm": RdmConfig(levels=0)}, "levels must be at least 1"),
