@@ -21,7 +21,8 @@ from bwsft.utils.lines import one_line
 from bwsft.version import __version__
 
 DATA_FILE = re.compile(r"\.(jsonl?|ndjson|csv|parquet|gz)$", re.I)
-OBJECTIVES = {"blockwise": "Blockwise SFT", "classical": "classical SFT (LLaDA's)"}
+OBJECTIVES = {"blockwise": "Blockwise SFT", "classical": "classical SFT (LLaDA's)",
+              "distill": "trace distillation of its own decodings"}
 PAPER = "Blockwise SFT for Diffusion Language Models: Reconciling Bidirectional Attention and "
 PAPER += "Autoregressive Decoding"
 CITATION = f"""```bibtex

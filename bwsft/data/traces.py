@@ -4,6 +4,7 @@ writes beside them, in the field `steps`."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,9 @@ class Traces:
     def of(self, record: int) -> np.ndarray:
         return self.steps[self.edges[record] : self.edges[record + 1]]
 
-    def check(self, examples: TokenizedSet) -> None:
-        """ValueError unless every token of every response has its step."""
+    def of_examples(self, examples: TokenizedSet) -> TokenizedSet:
+        """The examples with a fingerprint that is of these traces too; ValueError unless every
+        token of every response has its step."""
         for i, record in enumerate(examples.record_numbers.tolist()):
             steps, length = self.of(record), examples.lengths(i)[1]
             if len(steps) < length or (steps[:length] < 0).any():
@@ -59,6 +61,9 @@ class Traces:
                     f"record {record + 1} has {len(steps)} steps and a response of {length} tokens:"
                     " train with the tokenizer and the template that bwsft distill decoded with"
                 )
+        digest = hashlib.sha256(examples.fingerprint.encode())
+        digest.update(self.edges.tobytes() + self.steps.tobytes())
+        return dataclasses.replace(examples, fingerprint=digest.hexdigest())
 
     def onto(self, batch: Batch, records: list[int]) -> Batch:
         """The batch with the steps of its sequences, which are of these records."""

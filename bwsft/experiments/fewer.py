@@ -37,11 +37,11 @@ THRESHOLDS = (1.0, 0.9, 0.7, 0.5, 0.3)  # at 1.0 one token a step
 WITHIN = 0.01  # of the exact match of one token a step
 GAIN = 2.0  # times the TPF of the model before
 UPDATES = 60
-TRACES = 500  # training problems that are decoded
+TRACES = 400  # training problems that are decoded
 TRACE_SEED = 11  # of them: another than the start's training data
 WEIGHT = 0.5  # of the confidence term
 # Of each kind of problems: response positions, longest example, updates of the start.
-SIZES = {"wordproblems-9-seed4": (32, 64, 300), "chains-9-seed4": (64, 96, 500)}
+SIZES = {"wordproblems-9-seed4": (32, 64, 300), "chains-9-seed4": (48, 80, 400)}
 
 
 KINDS = ("tpf", "aup", "careful")  # the last: exact match at one token a step

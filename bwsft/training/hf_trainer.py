@@ -84,7 +84,8 @@ class BlockwiseCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = pack([self.example(feature) for feature in features], self.layout)
         # The Trainer takes the first tensor's length for the batch size.
-        return {"sample_ids": batch.sample_ids} | vars(batch)
+        fields = {name: value for name, value in vars(batch).items() if value is not None}
+        return {"sample_ids": batch.sample_ids} | fields
 
     def example(self, feature: Mapping[str, Any]) -> Example:
         if missing := [name for name in COLUMNS[:3] if name not in feature]:

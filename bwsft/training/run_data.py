@@ -215,7 +215,7 @@ def plan_data(
     traces = None
     if config.objective.name == "distill":
         traces = Traces.read(source, config.dataset.subset, config.dataset.split)
-        traces.check(examples)
+        examples = traces.of_examples(examples)
     return TrainingData(examples, *split, layout, each, traces)
 
 

@@ -191,7 +191,7 @@ class RunFiles:
         hide what ended the run."""
         path = self.folder / REPRO / f"step-{step + 1}"
         chosen = [samples[i] for i in part]
-        batch = vars(run.data.pack(chosen))
+        batch = {k: v for k, v in vars(run.data.pack(chosen)).items() if v is not None}
         facts = {
             "what": what, "step": step, "first": part.start, "sequences": len(samples),
             "sample_ids": run.data.sample_ids(chosen), "max_length": batch.pop("max_length"),
