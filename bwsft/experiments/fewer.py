@@ -41,7 +41,7 @@ TRACES = 400  # training problems that are decoded
 TRACE_SEED = 11  # of them: another than the start's training data
 WEIGHT = 0.5  # of the confidence term
 # Of each kind of problems: response positions, longest example, updates of the start.
-SIZES = {"wordproblems-9-seed4": (32, 64, 300), "chains-9-seed4": (48, 80, 400)}
+SIZES = {"wordproblems-9-seed4": (32, 64, 800), "chains-9-seed4": (48, 80, 700)}
 
 
 KINDS = ("tpf", "aup", "careful")  # the last: exact match at one token a step
