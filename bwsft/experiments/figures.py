@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from bwsft.experiments import primary, primary_report
 from bwsft.experiments.arms import at_budget
-from bwsft.experiments.fewer import points_of
 from bwsft.experiments.gradients import PARTS
 from bwsft.experiments.results import Measured
 from bwsft.experiments.statistics import mean_error
+from bwsft.experiments.thresholds import points_of
 
 if TYPE_CHECKING:  # a report draws its figure here; matplotlib takes a second
     from matplotlib.axes import Axes

@@ -2,7 +2,7 @@
 
 A measure is a name: "nelbo@10" and "solved@10" on generated test problems, "own@10" as "solved" but
 every seed on other ones; "gsm8k@32" and "math@32" on answer files, under the ladder and under the
-paper's strict rule; "tpf@16", "aup@16" and "careful@16" of decoding by threshold (fewer.py);
+paper's strict rule; "tpf@16", "aup@16" and "careful@16" of decoding by threshold (thresholds.py);
 "pilot@10", the NELBO on the half of the test problems that chooses settings and that no result is
 reported on; "gradient@8", of an update's gradient at these weights (gradients.py).
 """
@@ -21,7 +21,7 @@ from bwsft.data import word_problems
 from bwsft.data.dataset import load_set
 from bwsft.data.packing import pack
 from bwsft.evaluation.exact_match import TEST_SEED, solve
-from bwsft.experiments import fewer, gradients
+from bwsft.experiments import gradients, thresholds
 from bwsft.objectives.nelbo import HeldOut
 from bwsft.training.context_modes import make_mode
 from bwsft.training.run_data import data_options, layout_of
@@ -60,9 +60,9 @@ def measure(name: str, source: str | None, config: c.Config, tests: TestSet, ste
     if kind in ("nelbo", "pilot"):
         trained = load_trained(source, device=config.device)
         return {"value": held_out_nelbo(trained, config, tests, pilot=kind == "pilot")}
-    if kind in fewer.KINDS:
+    if kind in thresholds.KINDS:
         problems = test_problems(tests.problems, tests.generated or config.data)
-        return fewer.measure(
+        return thresholds.measure(
             kind, load_trained(source, device=config.device), problems, config, stem
         )
     if kind in GENERATED:

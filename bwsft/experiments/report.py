@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bwsft.checkpoints.folders import versions
-from bwsft.experiments import fewer, gradients, primary_report
+from bwsft.experiments import gradients, primary_report, thresholds
 from bwsft.experiments.arms import Plan
 from bwsft.experiments.figures import draw
 from bwsft.experiments.measures import TestSet
@@ -109,7 +109,7 @@ def markdown(finished: Finished, judged: list[Judged]) -> str:
     if plan.primary:
         lines += primary_report.section(finished)
     if plan.traces:
-        lines += fewer.section(finished)
+        lines += thresholds.section(finished)
     return "\n".join(lines)
 
 
@@ -127,7 +127,8 @@ def settings(finished: Finished) -> str:
     if finished.gradients:
         return f"`{command}`, {made}, {batch} sequences an update. {gradients.HOW}"
     if plan.traces:
-        return f"`bwsft experiment {plan.name} --problems {tests.problems}`, {fewer.how(finished)}"
+        command = f"bwsft experiment {plan.name} --problems {tests.problems}"
+        return f"`{command}`, {thresholds.how(finished)}"
     seconds = finished.seconds
     timed = f"--seconds {seconds:g}" if seconds else f"--steps {base.steps}"
     lr = "" if finished.rates else f"peak learning rate {base.optim.lr:g}, "

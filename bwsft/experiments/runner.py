@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from bwsft import config as c
 from bwsft.data.sources import open_source
-from bwsft.experiments import cells, fewer, pilots
+from bwsft.experiments import cells, pilots, thresholds
 from bwsft.experiments.arms import Arm, Plan
 from bwsft.experiments.cells import Cell
 from bwsft.experiments.measures import TestSet
@@ -128,7 +128,7 @@ def started(plan: Plan, work: Work, contents: Contents) -> tuple[Plan, float | N
     named = dict.fromkeys((True, False), {"model": model})
     if plan.traces:
         out = work.folder / f"{cell.key}-traces{plan.traces}"
-        work.pool.submit(fewer.make_traces, model, plan, out).result()
+        work.pool.submit(thresholds.make_traces, model, plan, out).result()
         named[True] = {"model": model, "data": str(out.resolve())}
     arms = [
         dataclasses.replace(arm, config=dataclasses.replace(arm.config, **named[arm.trained]))

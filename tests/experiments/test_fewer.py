@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from bwsft.experiments import fewer, measures, plans, report, results, scales
+from bwsft.experiments import measures, plans, report, results, scales, thresholds
 from bwsft.experiments.arms import Claim, Plan
-from bwsft.experiments.fewer import Point, figure_of
 from bwsft.experiments.runner import run_plan
+from bwsft.experiments.thresholds import Point, figure_of
 
 PLAN = plans.PLANS["fewer-chains"](scales.mini())
 
@@ -20,14 +20,14 @@ def test_figures_of_known_points():
     assert figure_of("tpf", points) == 4.0  # the last within a point
     assert figure_of("tpf", [*points[:-1], Point(0.3, 6.0, 0.81, 5)]) == 6.0  # no order is taken
     worth = figure_of("aup", points)
-    assert worth == fewer.aup([(0.9, 80), (3.0, 79.5), (4.0, 79), (5.0, 78.5)], best=100)
+    assert worth == thresholds.aup([(0.9, 80), (3.0, 79.5), (4.0, 79), (5.0, 78.5)], best=100)
     assert figure_of("aup", [*points[:-1], Point(0.3, 6.0, 0.78, 5)]) > worth
 
 
 def cell(*points):
     shown = [list(point) for point in points]
     taken = {f"{kind}@16": {"value": figure_of(kind, points), "points": shown}
-             for kind in fewer.KINDS}  # fmt: skip
+             for kind in thresholds.KINDS}  # fmt: skip
     return {"measures": taken, "train": {"updates": 60, "supervised_tokens": 1, "region_tokens": 2}}
 
 
@@ -73,8 +73,8 @@ def test_a_small_study_runs(tmp_path):
     assert 0 < len(lines) < 30 and all("steps" in json.loads(line) for line in lines)
     assert ran.plan.arms[1].config.data == str(traces) and ran.plan.arms[0].config.data
     for arm in ran.arms:
-        (points,) = fewer.points_of(arm.cells)
-        assert [point.threshold for point in points] == list(fewer.THRESHOLDS)
+        (points,) = thresholds.points_of(arm.cells)
+        assert [point.threshold for point in points] == list(thresholds.THRESHOLDS)
         assert arm.values("tpf@16")[0] >= points[0].tpf > 0
     files = sorted(tmp_path.glob("*-thresholds.json"))
     before = [(file.stat().st_mtime_ns, file) for file in files]

@@ -91,7 +91,7 @@ def test_states_are_those_of_a_loop(one_pass, origin):
                 draw.weight[:n])  # fmt: skip
             torch.testing.assert_close(total, torch.ones(3))
             assert (draw.number, draw.of) == (number, 2)
-    assert {(4, 4), (4, 1), (3, 1), (1, 1)} <= seen
+    assert (4, 4) in seen and any(taught < masked for masked, taught in seen)
 
 
 def naive_loss(net, objective, some, step):

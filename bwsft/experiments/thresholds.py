@@ -1,0 +1,115 @@
+"""What a decoder by threshold makes of generated problems, and the careful decodings that the study
+of fewer passes trains on (fewer.py)."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from bwsft import config as c
+from bwsft.checkpoints.resolve import Trained
+from bwsft.data import word_problems
+from bwsft.decoding.summary import tokens_per_forward
+from bwsft.evaluation.exact_match import solve
+from bwsft.experiments.arms import Plan
+from bwsft.experiments.fewer import WEIGHT, WITHIN
+from bwsft.utils.files import write_atomic
+from bwsft.utils.parallelism import aup
+
+if TYPE_CHECKING:
+    from bwsft.experiments.report import Finished
+
+KINDS = ("tpf", "aup", "careful")  # the last: exact match at one token a step
+THRESHOLDS = (1.0, 0.9, 0.7, 0.5, 0.3)  # at 1.0 one token a step
+TRACE_SEED = 11  # of them: another than the start's training data
+
+
+class Point(NamedTuple):
+    """A model decoded at one threshold."""
+
+    threshold: float
+    tpf: float
+    accuracy: float
+    passes: float  # of an answer
+
+
+def make_traces(start: str, plan: Plan, out: Path) -> None:
+    """The traces of a plan, unless they are there: what the start makes of training problems."""
+    from bwsft.commands.distill import run_distill
+    from bwsft.commands.options import DistillOptions
+
+    problems = word_problems.named(plan.start.data).problems(plan.traces, TRACE_SEED)
+    file = out.with_suffix(".jsonl")
+    write_atomic(file, "".join(json.dumps(problem) + "\n" for problem in problems))
+    run_distill(DistillOptions(model=start, data=file, out=out, batch_size=50, device="cpu"))
+
+
+def curve(trained: Trained, problems: list[dict], config: c.Config) -> Iterator[Point]:
+    """What a decoder of each threshold makes of the problems."""
+    for threshold in THRESHOLDS:
+        options = {"context": config.context, "rule": "threshold", "threshold": threshold}
+        right, found = solve(trained, problems, config, f"threshold {threshold:g}", **options)
+        passes = sum(generation.passes for generation in found) / len(found)
+        rate = tokens_per_forward(found) or 0.0
+        yield Point(threshold, rate, sum(right) / len(right), passes)
+
+
+def measure(
+    kind: str, trained: Trained, problems: list[dict], config: c.Config, stem: str
+) -> dict:
+    """A measure of KINDS. The model is decoded once, into a file whose name begins with `stem`."""
+    file = Path(f"{stem}-thresholds.json")
+    if not file.exists():
+        write_atomic(file, json.dumps(list(curve(trained, problems, config))) + "\n")
+    points = [Point(*row) for row in json.loads(file.read_text(encoding="utf-8"))]
+    return {"value": figure_of(kind, points), "points": points}
+
+
+def figure_of(kind: str, points: list[Point]) -> float:
+    """The value of a measure of KINDS."""
+    careful = points[0].accuracy
+    if kind == "careful":
+        return careful
+    if kind == "aup":
+        return aup([(point.tpf, 100 * point.accuracy) for point in points], best=100)
+    return max(point.tpf for point in points if point.accuracy >= careful - WITHIN - 1e-9)
+
+
+def how(finished: Finished) -> str:
+    """What all arms share, as the end of a sentence."""
+    plan = finished.plan
+    arm = plan.arms[-1].config
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}: the embedded base, trained for "
+        f"{plan.start.steps} updates on {plan.start.data} (context block_causal, blocks of "
+        f"{arm.block_size}, canvas {arm.gen_length}), solves {finished.start:.1%} of the test "
+        f"problems. Every arm makes {arm.steps} updates more of {arm.batch_size} sequences at a "
+        f"peak learning rate of {arm.optim.lr:g}, on those of its careful decodings of "
+        f"{plan.traces} other training problems that came out right; the confidence term weighs "
+        f"{WEIGHT:g}, windows grow from half a block to a whole one. {len(finished.seeds)} seeds, "
+        f"which share the starting model, the traces and {finished.tests.problems} test problems: "
+        "mean ± standard error says nothing about others. FLOPs are counted."
+    )
+
+
+def section(finished: Finished) -> list[str]:
+    """Markdown lines: every threshold of every arm."""
+    heads = ("arm", "threshold", "exact match", "TPF", "passes")
+    lines = ["## Every threshold, means over seeds", "", f"| {' | '.join(heads)} |",
+             "|---|---:|---:|---:|---:|"]  # fmt: skip
+    for arm in finished.arms:
+        for same in zip(*points_of(arm.cells), strict=True):
+            mean = Point(*(sum(values) / len(values) for values in zip(*same, strict=True)))
+            cells = (f"{mean.threshold:g}", f"{mean.accuracy:.1%}", f"{mean.tpf:.2f}",
+                     f"{mean.passes:.1f}")  # fmt: skip
+            lines.append(f"| {arm.name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def points_of(cells: list[dict]) -> list[list[Point]]:
+    """The curve of every cell."""
+    return [[Point(*row) for row in cell["measures"]["tpf@16"]["points"]] for cell in cells]
