@@ -39,8 +39,17 @@ def prompts_of(seed, lengths, low=3):
 
 
 def bounds_of(prompt_length: int, config: DecodeConfig, origin: str) -> list[tuple[int, int]]:
-    """[start, stop) of every block of a response, counted from the prompt's first token."""
-    return BlockGrid(config.block_size, origin).blocks(prompt_length, config.gen_length)
+    """[start, stop) of every block that is decoded, counted from the prompt's first token: on an
+    absolute grid the last one is whole and reaches beyond gen_length."""
+    grid = BlockGrid(config.block_size, origin)
+    return grid.blocks(prompt_length, grid.filled(prompt_length, config.gen_length))
+
+
+def open_canvas(model: Backbone, prompt: list[int], config: DecodeConfig, given=()) -> list[int]:
+    """The prompt and [MASK]s to the end of the last block, but for the given tokens."""
+    *_, (_, stop) = bounds_of(len(prompt), config, model.family.block_origin)
+    given = [MASK if token is None else token for token in given]
+    return [*prompt, *given, *[MASK] * (stop - len(prompt) - len(given))]
 
 
 def until_end(response):

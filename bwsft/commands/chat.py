@@ -21,7 +21,7 @@ from rich.text import Text
 from bwsft.commands.options import ChatOptions
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder
-from bwsft.decoding.request import check_modes, check_request
+from bwsft.decoding.request import check_modes, check_request, whole_blocks
 from bwsft.decoding.result import Commit, Generation, OnCommit
 from bwsft.decoding.summary import line_of
 from bwsft.utils.lines import printable, say
@@ -116,7 +116,7 @@ class Conversation:
             said = [m for q, a in earlier for m in (("user", q), ("assistant", a))]
             said = [*first, *said, ("user", question)]
             [ids] = template.encode_prompts([[{"role": r, "content": c} for r, c in said]])
-            if len(ids) + config.gen_length <= family.max_positions:
+            if len(ids) + whole_blocks(len(ids), family, config) <= family.max_positions:
                 break
         check_request([ids], [self.asked], family, config)
         return ids, dropped

@@ -30,9 +30,10 @@ class CanvasLayout:
     """What follows a response on its canvas.
 
     `fixed`: EOS to the end of the last block, counted as response, then [MASK] to prompt +
-    gen_length; a response longer than gen_length ends at its own next block boundary. `response`:
-    nothing. `padded`: EOS to max_length, visible and not counted as response. The block grid
-    starts where `block_origin` says (bwsft_kernels.block_grid).
+    gen_length and the end of that block, as far as a decoder goes; a response longer than
+    gen_length ends at its own next block boundary. `response`: nothing. `padded`: EOS to
+    max_length, visible and not counted as response. The block grid starts where `block_origin`
+    says (bwsft_kernels.block_grid).
 
     `fill` False (`fixed` only) puts [MASK] after the end token at once: what a decoder that has
     not come so far sees, and scores at several block sizes then count the same tokens.
@@ -70,7 +71,8 @@ class CanvasLayout:
                 )
             return response, self.max_length
         filled = self.grid.filled(prompt, response)
-        return filled if self.fill else response, prompt + max(filled, self.gen_length)
+        whole = self.grid.filled(prompt, max(response, self.gen_length))
+        return filled if self.fill else response, prompt + whole
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Row:
     index: int
     request: int
     prompt: list[int]
-    response: list[int]  # given tokens, [MASK] elsewhere
+    response: list[int]  # in whole blocks: given tokens, [MASK] elsewhere
     plan: Plan
 
     @property
@@ -98,6 +98,7 @@ class Canvas:
     confidence: Tensor  # [T] of the token committed there
     position_ids: Tensor  # [T]
     cu_seqlens: Tensor  # [S + 1] int32
+    prompts: Tensor  # [S] lengths
     requests: Tensor  # [S]
     plan: Tensor | None  # [S, P, 3]: start, stop and quota of every step; None: a dynamic rule
 
@@ -121,6 +122,7 @@ class Canvas:
             rows, family, ids, *history,
             position_ids=torch.cat([torch.arange(row.length) for row in rows]).to(ids.device),
             cu_seqlens=edges.to(ids.device, torch.int32),
+            prompts=torch.tensor([len(row.prompt) for row in rows]).to(ids.device),
             requests=torch.tensor([row.request for row in rows]).to(ids.device),
             plan=None if dynamic else plan_table(rows).to(ids.device),
         )  # fmt: skip
@@ -162,8 +164,7 @@ class Canvas:
         noise_step = torch.full_like(places, step if rule.step_noise else 0)
         key, early = (self.requests[owner], noise_step, position), None
         if rule.config.min_length:
-            prompt = self.cu_seqlens.diff() - rule.config.gen_length
-            early = position - prompt[owner] < rule.config.min_length
+            early = position - self.prompts[owner] < rule.config.min_length
         return Active(planned, block, quota, flat, masked, asked, slots, places, key, early)
 
     def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
@@ -191,18 +192,18 @@ class Canvas:
         return Packed(self.ids[index], self.position_ids[index], edges, max(lengths))
 
     def final(self, gen_length: int) -> Tensor:
-        """Sequences [S] whose text can't change any more."""
-        first = self.cu_seqlens[1:].long() - gen_length
+        """Sequences [S] whose text, of at most gen_length tokens, can't change any more."""
+        first = self.cu_seqlens[:-1].long() + self.prompts
         responses = self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
         ends = upload(self.family.end_ids, self.ids.device)
         return final_rows(responses, self.family.mask_id, ends)
 
 
 def final_rows(canvas: Tensor, mask_id: int, end_ids: Tensor) -> Tensor:
-    """Rows [S] of response canvases [S, G] whose text is final: they have an end token with no
-    [MASK] before it. Committed tokens never change, so what follows cannot matter."""
+    """Rows [S] of response canvases [S, G] whose text is final: they have no [MASK], or an end
+    token with none before it. Committed tokens never change, so what follows cannot matter."""
     mask_before = (canvas == mask_id).cumsum(1) > 0
-    return (torch.isin(canvas, end_ids) & ~mask_before).any(1)
+    return (torch.isin(canvas, end_ids) & ~mask_before).any(1) | ~mask_before[:, -1]
 
 
 def plan_table(rows: list[Row]) -> Tensor:

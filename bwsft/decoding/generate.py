@@ -123,7 +123,9 @@ def fill(
         if rule.revising:
             final = [f and ended(*two) for f, *two in zip(final, planned, ahead, strict=True)]
         planned = ahead
-        for index, commits in report(canvas, outcome, step - 1) if telling else ():
+        for index, commits in (
+            report(canvas, outcome, step - 1, config.gen_length) if telling else ()
+        ):
             if history is not None:
                 history[index] += commits
             if on_commit:

@@ -6,6 +6,8 @@ import operator
 import warnings
 from collections.abc import Iterator, Sequence
 
+from bwsft_kernels.block_grid import BlockGrid
+
 from bwsft.decoding.canvas import Row
 from bwsft.decoding.config import DecodeConfig
 from bwsft.models.backbone import Family, check_context
@@ -32,6 +34,8 @@ def make_rows(
 
     def row(i: int) -> Row:
         response = response_of(canvases[i] or (), i, family, config)
+        added = whole_blocks(len(prompts[i]), family, config) - len(response)
+        response += [family.mask_id] * added
         given = [p for p, token in enumerate(response) if token != family.mask_id]
         plan = config.method.plan(len(prompts[i]), family.block_origin, given, requests[i])
         return Row(i, requests[i], [int(token) for token in prompts[i]], response, plan)
@@ -57,6 +61,12 @@ def response_of(canvas: Given, i: int, family: Family, config: DecodeConfig) -> 
     return response
 
 
+def whole_blocks(prompt: int, family: Family, config: DecodeConfig) -> int:
+    """Positions that are decoded after a prompt of this length: gen_length, and on an absolute grid
+    those up to the end of the last block, which is decoded as it is trained. The answer is cut."""
+    return BlockGrid(config.block_size, family.block_origin).filled(prompt, config.gen_length)
+
+
 def check_request(
     prompts: Sequence[Sequence[int]], requests: Sequence[int], family: Family, config: DecodeConfig
 ) -> None:
@@ -74,7 +84,7 @@ def check_request(
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
             raise ValueError(f"prompt {i} is {type(prompt).__name__}: give lists of token ids")
-        total = len(prompt) + config.gen_length
+        total = len(prompt) + whole_blocks(len(prompt), family, config)
         if total > family.max_positions:
             raise ValueError(
                 f"prompt {i} has {len(prompt)} tokens: with gen_length {config.gen_length} that "

@@ -66,8 +66,10 @@ class Outcome:
 History = dict[int, list[Commit]]
 
 
-def report(canvas: Canvas, outcome: Outcome, step: int) -> Iterator[tuple[int, list[Commit]]]:
-    """What the step committed, as (row.index, commits)."""
+def report(
+    canvas: Canvas, outcome: Outcome, step: int, gen_length: int
+) -> Iterator[tuple[int, list[Commit]]]:
+    """What the step committed to answers of gen_length tokens, as (row.index, commits)."""
     taken, flat = outcome.taken.tolist(), outcome.active.flat
     edges = canvas.cu_seqlens.tolist()
     columns = [x.tolist() for x in (flat, canvas.ids[flat], canvas.confidence[flat])]
@@ -75,8 +77,9 @@ def report(canvas: Canvas, outcome: Outcome, step: int) -> Iterator[tuple[int, l
         first = start + len(row.prompt)
         commits = [
             Commit(step, place - first, token, confidence)
-            for mark, place, token, confidence in zip(marks, *values, strict=True) if mark
-        ]  # fmt: skip
+            for mark, place, token, confidence in zip(marks, *values, strict=True)
+            if mark and place - first < gen_length
+        ]
         if commits:
             yield row.index, commits
 
@@ -97,11 +100,13 @@ def harvest(
     ):
         if not is_done:
             continue
-        ids, at, confidence = (c[-config.gen_length :].tolist() for c in values)
+        inside = slice(len(row.prompt), len(row.prompt) + config.gen_length)
+        ids, at, confidence = (c[inside].tolist() for c in values)
         end = next((i for i, token in enumerate(ids) if token in canvas.family.end_ids), None)
         own = steps
-        if config.stop_at_end and end is not None and not config.method.revising:
-            own = 1 + max(at[: end + 1])  # it may have been final before the last poll
+        if config.stop_at_end and not config.method.revising:
+            last = config.gen_length if end is None else end + 1
+            own = 1 + max(at[:last])  # it may have been final before the last poll
         commits = []
         if history is not None:
             commits = history.pop(row.index, [])

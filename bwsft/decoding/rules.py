@@ -84,13 +84,14 @@ class Rule:
         nobody has to ask the device how many [MASK]s are left; steps that would change nothing are
         left out. Under a dynamic rule: the first step of every block.
 
-        Every block gets the same number of steps, a short one of an absolute grid included.
+        Every block gets the same number of steps, on an absolute grid also the first, which may be
+        short, and the last, which is whole and may reach beyond gen_length.
         `given` are the response positions that hold a token from the start; a block without open
         positions has no step. `request` decides hitting times.
         """
         plan, taken = [], {prompt + position for position in given}
         grid = BlockGrid(self.config.block_size, origin)
-        for start, stop in grid.blocks(prompt, self.config.gen_length):
+        for start, stop in grid.blocks(prompt, grid.filled(prompt, self.config.gen_length)):
             places = [position for position in range(start, stop) if position not in taken]
             left = total = len(places)
             count, spare = (total, self.spare) if self.revising else (0, 0)

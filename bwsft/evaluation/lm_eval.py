@@ -21,6 +21,7 @@ from bwsft.data.chat_template import Template
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.request import whole_blocks
 from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.generation_kwargs import decoding_of
 from bwsft.evaluation.likelihood import LikelihoodConfig, log_likelihoods
@@ -160,7 +161,8 @@ class BwsftLM(TemplateLM):
         for i, (config, limit, _) in enumerate(wishes):
             groups.setdefault((config, limit), []).append(i)
         for (config, limit), members in groups.items():
-            room = self.family.max_positions - config.gen_length
+            decoded = max(whole_blocks(n, self.family, config) for n in range(config.block_size))
+            room = self.family.max_positions - decoded
             prompts = [tail(self._prompt(requests[i].args[0]), room) for i in members]
             answers = dataclasses.replace(self.decoder, config=config).answers(prompts)
             for i, answer in zip(members, answers, strict=True):

@@ -36,8 +36,9 @@ def test_fixed_canvas(response, ids, length):
 
 @pytest.mark.parametrize(("response", "ids", "length"), [
     # Blocks of 4 from position 0: the response's first block is position 3 alone.
-    ([4], [1, 2, 3, 4] + [M] * 7, 1),
-    ([4, 4], [1, 2, 3, 4, 4, E, E, E, M, M, M], 5),
+    # The last one holds position 10, the last of 3 + 8, and is whole.
+    ([4], [1, 2, 3, 4] + [M] * 8, 1),
+    ([4, 4], [1, 2, 3, 4, 4, E, E, E] + [M] * 4, 5),
     ([4] * 9, [1, 2, 3] + [4] * 9, 9),
     ([4] * 10, [1, 2, 3] + [4] * 10 + [E, E, E], 13),
 ])

@@ -134,8 +134,7 @@ def commits_of(config, found, quota, step, request):
 def slow_decode(model, prompt, config, request=0, canvas=()):
     """(response, [(step, position, token, confidence)], forwards after each step)."""
     first, size = len(prompt), config.block_size
-    canvas = [*canvas] + [None] * (config.gen_length - len(canvas))
-    x = [*prompt, *(MASK if token is None else token for token in canvas)]
+    x = tiny_decoding.open_canvas(model, prompt, config, canvas)
     grid = 0 if model.family.block_origin == "absolute" else first
     head, store, commits, step, forwards = model.head()[0], {}, [], 0, []
     blocks = itertools.groupby(range(first, len(x)), key=lambda p: (p - grid) // size)
@@ -162,7 +161,8 @@ def slow_decode(model, prompt, config, request=0, canvas=()):
                 commits.append((step, p - first, *found[p][:2]))
             forwards.append(sum(forwards[-1:]) + count)
             step, number = step + 1, number + 1
-    return x[first:], commits, forwards
+    commits = [commit for commit in commits if commit[1] < config.gen_length]
+    return x[first:][: config.gen_length], commits, forwards
 
 
 def assert_equals_slow(model, prompts, config, requests=None, canvases=None):

@@ -43,7 +43,7 @@ def plain_decode(model, prompt, config: DecodeConfig):
     """
     size, first = config.block_size, len(prompt)
     grid = 0 if model.family.block_origin == "absolute" else first
-    x = torch.tensor([*prompt, *[MASK] * config.gen_length])
+    x = torch.tensor(tiny_decoding.open_canvas(model, prompt, config))
     block_of = (torch.arange(len(x)) - grid) // size
     steps = size if config.steps is None else config.steps * size // config.gen_length
     commits, step = [], 0
@@ -65,7 +65,8 @@ def plain_decode(model, prompt, config: DecodeConfig):
             x[picked] = token[picked]
             commits += [(step, p - first, int(token[p]), float(confidence[p])) for p in picked]
             step += quota > 0
-    return x[first:].tolist(), commits
+    text = x[first:].tolist()[: config.gen_length]
+    return text, [commit for commit in commits if commit[1] < config.gen_length]
 
 
 VARIANTS = {
@@ -287,9 +288,9 @@ def test_a_step_reads_nothing_back_from_the_device(temperature, context, monkeyp
     model = Biased([0.9, 0.0, 5.0])
     model.family = dataclasses.replace(model.family, block_origin="absolute")
     config = DecodeConfig(8, 4, temperature=temperature, context=context)
-    rows = [
-        Row(i, i, [0] * i, [2] * 8, config.method.plan(i, "absolute")) for i in (1, 4, 7)
-    ]  # blocks of different widths
+    plans = {i: config.method.plan(i, "absolute") for i in (1, 4, 7)}
+    rows = [Row(i, i, [0] * i, [2] * (plan[-1].stop - i), plan) for i, plan in plans.items()]
+    assert {row.length for row in rows} == {12, 16}  # first blocks are of different widths
     canvas = Canvas.begin(rows, model.family, model.weight)
     context = DecodeContext.begin(model, config, canvas)
     with Reads() as reads:
@@ -297,7 +298,7 @@ def test_a_step_reads_nothing_back_from_the_device(temperature, context, monkeyp
             turns = [row.plan[step] for row in rows]
             bwsft.decoding.generate.denoise(context, canvas, turns, step)
     assert reads.found == []
-    assert not (canvas.ids == model.family.mask_id).any()
+    assert canvas.final(8)[1]
     with Reads() as reads:
         canvas.ids[canvas.ids == 0].sum().item()
     assert reads.found == ["index", "_local_scalar_dense"]

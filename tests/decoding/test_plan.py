@@ -49,17 +49,17 @@ def test_quotas_by_hand(masked, steps, expected):
 def test_blocks_tile_the_canvas_on_their_grid(prompt, config, origin):
     bounds = bounds_of(prompt, config, origin)
     covered = [i for start, stop in bounds for i in range(start, stop)]
-    assert covered == list(range(prompt, prompt + config.gen_length))
+    assert covered == list(range(prompt, prompt + len(covered)))
+    assert 0 <= len(covered) - config.gen_length < config.block_size
     assert all(0 < stop - start <= config.block_size for start, stop in bounds)
     grid = 0 if origin == "absolute" else prompt
-    inner = [start for start, _ in bounds[1:]]
-    assert all((edge - grid) % config.block_size == 0 for edge in inner)
+    assert all((stop - grid) % config.block_size == 0 for _, stop in bounds)
 
 
 def test_blocks_by_hand():
     config = DecodeConfig(gen_length=8, block_size=4)
     assert bounds_of(5, config, "response") == [(5, 9), (9, 13)]
-    assert bounds_of(5, config, "absolute") == [(5, 8), (8, 12), (12, 13)]
+    assert bounds_of(5, config, "absolute") == [(5, 8), (8, 12), (12, 16)]
     assert bounds_of(8, config, "absolute") == [(8, 12), (12, 16)]
 
 
@@ -67,7 +67,8 @@ def test_blocks_by_hand():
 def test_a_plan_commits_every_open_position_once_block_by_block(prompt, config, origin, data):
     given_places = data.draw(st.sets(st.integers(0, config.gen_length - 1)))
     plan = config.method.plan(prompt, origin, sorted(given_places))
-    assert sum(step.quota for step in plan) == config.gen_length - len(given_places)
+    decoded = bounds_of(prompt, config, origin)[-1][1] - prompt
+    assert sum(step.quota for step in plan) == decoded - len(given_places)
     assert [step.start for step in plan] == sorted(step.start for step in plan)
     for start, stop in bounds_of(prompt, config, origin):
         steps = [step for step in plan if (step.start, step.stop) == (start, stop)]
@@ -111,11 +112,11 @@ def test_commit_takes_the_most_confident_masked_slots(data):
     ([5, 2, 9, 9], True),  # any of the end ids
     ([5, 9, 1, 9], False),  # a [MASK] before the end
     ([5, 9, 1, 1], False),
-    ([5, 6, 7, 8], False),  # full, but without an end
+    ([5, 6, 7, 8], True),  # full, though without an end
     ([1, 9, 9, 9], True),
     ([9, 9, 9, 1], False),
 ])
-def test_text_is_final_when_an_end_has_no_mask_before_it(canvas, final):
+def test_text_is_final_without_mask_before_its_end(canvas, final):
     found = final_rows(torch.tensor([canvas, [9] * 4]), 9, torch.tensor([1, 2]))
     assert found.tolist() == [final, False]
 

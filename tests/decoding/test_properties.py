@@ -8,7 +8,7 @@ import torch
 from block_masks import block_causal_mask, masked_states
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_decoding import MASK, MODES, bounds_of, history, model_of, prompts_of
+from tiny_decoding import MASK, MODES, bounds_of, history, model_of, open_canvas, prompts_of
 from tiny_modes import PLACE, batch, held_out, mode_of
 
 from bwsft.decoding.canvas import Canvas, Row, span_of
@@ -57,16 +57,20 @@ def test_every_rule_fills_the_canvas_block_by_block(config, origin, data):
         trace = result.trace
         assert sorted(c.position for c in trace) == list(range(config.gen_length))
         assert not {c.token for c in trace} & {MASK}
-        # At least one token in each step, and no step beyond the last token.
-        counts = [sum(c.step == step for c in trace) for step in range(result.steps)]
-        assert min(counts) >= 1 and sum(counts) == len(trace)
         bounds = bounds_of(len(prompt), config, origin)
         block_of = {p - len(prompt): b for b, s in enumerate(bounds) for p in range(*s)}
         blocks = [block_of[c.position] for c in trace]
         assert blocks == sorted(blocks)
+        # At least one token in each step, of the last block also untold ones beyond gen_length, and
+        # no step beyond the last token.
+        counts = [sum(c.step == step for c in trace) for step in range(result.steps)]
+        untold = bounds[-1][1] - len(prompt) - config.gen_length
+        assert sum(counts) == len(trace) and counts.count(0) <= untold < config.block_size
         if not config.method.dynamic:
             plan = config.method.plan(len(prompt), origin, request=i)
-            assert counts == [turn.quota for turn in plan]
+            missing = [turn.quota - told for turn, told in zip(plan, counts, strict=True)]
+            assert min(missing) >= 0 and sum(missing) == untold
+            assert not any(missing[k] for k, t in enumerate(plan) if t.start < bounds[-1][0])
     again = generate(model, prompts, dataclasses.replace(config, batch_size=9), trace=True)
     assert history(again) == history(results)
     for i, prompt in enumerate(prompts):  # nor does it matter who is decoded beside
@@ -105,7 +109,7 @@ def test_cached_block_causal_decoding_equals_whole_forwards_with_the_mask():
 @torch.no_grad()
 def uncached(model, prompt, config, origin):
     """The response, with a whole block-causal forward in every step."""
-    x, first = torch.tensor([*prompt, *[MASK] * config.gen_length]), len(prompt)
+    x, first = torch.tensor(open_canvas(model, prompt, config)), len(prompt)
     bounds = bounds_of(first, config, origin)
     number = torch.zeros(len(x), dtype=torch.long)
     for k, (start, stop) in enumerate(bounds, 1):
@@ -119,7 +123,7 @@ def uncached(model, prompt, config, origin):
         open_slots = [i for i in range(turn.start, turn.stop) if x[i] == MASK]
         for i in sorted(open_slots, key=lambda i: -float(best.values[i]))[: turn.quota]:
             x[i] = best.indices[i]
-    return x[first:].tolist()
+    return x[first:].tolist()[: config.gen_length]
 
 
 def test_later_blocks_do_not_reach_a_block_causal_block():

@@ -8,7 +8,7 @@ import torch
 from bwsft_kernels.philox import Stream, gumbel, philox_u24
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_decoding import MASK, MODES, VOCABULARY, bounds_of, history, model_of, prompts_of
+from tiny_decoding import MASK, MODES, VOCABULARY, bounds_of, history, model_of, open_canvas, prompts_of
 
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
@@ -29,8 +29,7 @@ def best_tokens(model, x):
 
 def slow(model, prompt, config, given=(), request=0):
     """(response, commits) of one row in exact mode at temperature 0, slot by slot."""
-    response = [*given, *[None] * (config.gen_length - len(given))]
-    x = [*prompt, *(MASK if t is None else t for t in response)]
+    x = open_canvas(model, prompt, config, given)
     first, step, commits = len(prompt), 0, []
     for start, stop in bounds_of(first, config, model.family.block_origin):
         own = [i for i in range(start, stop) if x[i] == MASK]
@@ -45,7 +44,8 @@ def slow(model, prompt, config, given=(), request=0):
                 x[i] = MASK
             for i in sorted(put):
                 x[i], sure[i] = token[i], confidence[i]
-                commits.append((step, i - first, token[i]))
+                if i - first < config.gen_length:
+                    commits.append((step, i - first, token[i]))
             step, number = step + 1, number + 1
             if config.rule != "edit" and sum(shares(config, len(own))[:number]) == len(own):
                 break
@@ -57,7 +57,7 @@ def slow(model, prompt, config, given=(), request=0):
                     break
             if config.edit_threshold >= 1 or after == config.method.post_steps:
                 break
-    return x[first:], commits
+    return x[first:][: config.gen_length], commits
 
 
 def shares(config, n):

@@ -362,8 +362,10 @@ def test_noisy_copies_need_no_positions_of_their_own(name, config_of):
 @torch.no_grad()
 def plain_decode(plain, mode, prompt, gen_length):
     """One token a step, the most probable first."""
-    family, ids = plain.family, torch.tensor([*prompt, *[plain.family.mask_id] * gen_length])
+    family, length = plain.family, len(prompt) + gen_length
     origin = 0 if family.block_origin == "absolute" else len(prompt)
+    length += (origin - length) % B  # the last block is whole
+    ids = torch.tensor([*prompt, *[family.mask_id] * (length - len(prompt))])
     for k in range((len(ids) - origin + B - 1) // B):
         start, stop = max(origin + k * B, len(prompt)), min(origin + k * B + B, len(ids))
         entered = ids.clone()
@@ -376,7 +378,7 @@ def plain_decode(plain, mode, prompt, gen_length):
             best[ids[start:stop] != family.mask_id] = -2
             at = best.argmax()
             ids[start + at] = token[at]
-    return ids[len(prompt) :].tolist()
+    return ids[len(prompt) :].tolist()[:gen_length]
 
 
 PROMPTS = [[65, 70, 42], [50, 51, 52, 53, 54, 55, 56, 57, 58], [66, 67, 68, 69, 70, 71, 72, 73]]
