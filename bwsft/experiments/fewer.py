@@ -21,7 +21,7 @@ DISTILL, CONFIDENCE, BOTH = "distill", "confidence", "distill + confidence"
 WITHIN = 0.01  # of the exact match of one token a step
 GAIN = 2.0  # times the TPF of the model before
 UPDATES = 60
-TRACES = 400  # training problems that are decoded
+TRACES = 1000  # training problems that are decoded
 WEIGHT = 1.0  # of the confidence term
 # Of each kind of problems: response positions, longest example, updates of the start.
 SIZES = {"wordproblems-9-seed4": (32, 64, 800), "chains-9-seed4": (48, 80, 500)}
@@ -41,7 +41,7 @@ def start(data: str) -> c.Config:
 def fewer(data: str, scale: Scale) -> Plan:
     """The arms on one kind of problems. Of the scale it takes the number of seeds alone."""
     base = dataclasses.replace(
-        start(data), steps=UPDATES, save_every=UPDATES, seed=42, optim=c.OptimConfig(lr=1e-3),
+        start(data), steps=UPDATES, save_every=UPDATES, seed=42, optim=c.OptimConfig(lr=5e-4),
         dataset=c.DataConfig(template="chat", holdout=0),
     )  # fmt: skip
     ways = {
