@@ -20,18 +20,21 @@ DECODING = "--gen-length 32 --block-size 16 --context block_causal --batch-size 
 
 @pytest.fixture(scope="module")
 def decoded():
-    """(questions, what the embedded base answers)."""
+    """(questions, what the embedded base answers, as tokens and as texts, and which answers have
+    the same tokens when they are read again)."""
     words = {"gen_length": 32, "block_size": 16, "context": "block_causal", "template": "chat"}
     decoder = Decoder.load(str(TINY), DecoderOptions(**words))
     questions = [problem["query"] for problem in generate(6, seed=3)]
     found = list(decoder.answers(decoder.encode(questions), trace=True))
-    return questions, found, [decoder.text(one.tokens) for one in found]
+    texts = [decoder.text(one.tokens) for one in found]
+    again = decoder.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return questions, found, texts, [i for i in range(6) if again[i] == found[i].tokens]
 
 
 @pytest.fixture
 def data(decoded, tmp_path):
     """References by which every answer but the second and the fifth is right."""
-    questions, _, texts = decoded
+    questions, _, texts, _ = decoded
     answers = [int(extract_gsm8k(text)[0]) + (i in (1, 4)) for i, text in enumerate(texts)]
     rows = [{"query": q, "response": f"#### {a}"} for q, a in zip(questions, answers, strict=True)]
     return jsonl.write(tmp_path / "data.jsonl", *rows)
@@ -43,13 +46,18 @@ def distill(data, out, *more):
 
 
 def test_right_answers_are_kept_with_their_traces(decoded, data, tmp_path, monkeypatch, capsys):
-    questions, found, texts = decoded
+    questions, found, texts, retold = decoded
+    right = [i for i in retold if i not in (1, 4)]
     assert distill(data, tmp_path / "whole") == 0
-    assert "4 of 6 traces" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{len(right)} of 6 traces" in said and "2 wrong" in said
+    assert len(right) == 3 and "1 other tokens when read again as text" in said
     shards = sorted((tmp_path / "whole").glob("*.jsonl"))
-    assert [len(jsonl.read(shard)) for shard in shards] == [1, 2, 1]
+    assert [len(jsonl.read(shard)) for shard in shards] == [
+        sum(i // 2 == number for i in right) for number in range(3)
+    ]
     rows = [row for shard in shards for row in jsonl.read(shard)]
-    for row, i in zip(rows, (0, 2, 3, 5), strict=True):
+    for row, i in zip(rows, right, strict=True):
         assert (row["query"], row["response"]) == (questions[i], texts[i])
         assert len(row["steps"]) == 32 and min(row["steps"][: len(found[i].tokens) + 1]) >= 0
         kept = {p: step for p, step in enumerate(row["steps"]) if step >= 0}

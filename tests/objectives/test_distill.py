@@ -114,7 +114,9 @@ def naive_loss(net, objective, some, step):
         layout = dataclasses.replace(packed_layout(torch.tensor([0, len(row)])), mask=mask)
         hidden = net.run_layers(row, torch.arange(len(row)), layout)
         log_p = (hidden @ head.T).log_softmax(-1)
-        total = total - sum(w * log_p[i, clean[i]] for i, w in taught.items())
+        # Row weights are fp32 by contract: the same numbers here.
+        rounded = {i: torch.tensor(w, dtype=torch.float32).double() for i, w in taught.items()}
+        total = total - sum(w * log_p[i, clean[i]] for i, w in rounded.items())
     return total
 
 
