@@ -52,8 +52,8 @@ class Traces:
         return self.steps[self.edges[record] : self.edges[record + 1]]
 
     def of_examples(self, examples: TokenizedSet) -> TokenizedSet:
-        """The examples with a fingerprint that is of these traces too; ValueError unless every
-        token of every response has its step."""
+        """The examples with a fingerprint that is of these traces too, and a report that counts
+        their field as read; ValueError unless every token of every response has its step."""
         for i, record in enumerate(examples.record_numbers.tolist()):
             steps, length = self.of(record), examples.lengths(i)[1]
             if len(steps) < length or (steps[:length] < 0).any():
@@ -63,7 +63,9 @@ class Traces:
                 )
         digest = hashlib.sha256(examples.fingerprint.encode())
         digest.update(self.edges.tobytes() + self.steps.tobytes())
-        return dataclasses.replace(examples, fingerprint=digest.hexdigest())
+        unread = {name: n for name, n in examples.report["unread"].items() if name != FIELD}
+        report = examples.report | {"unread": unread}
+        return dataclasses.replace(examples, fingerprint=digest.hexdigest(), report=report)
 
     def onto(self, batch: Batch, records: list[int]) -> Batch:
         """The batch with the steps of its sequences, which are of these records."""

@@ -200,6 +200,10 @@ def plan_data(
     """
     source, tests = source_of(config) if records is None else (records, 0)
     examples = load_set(source, tokenizer, data_options(config, family), config.dataset.cache_dir)
+    traces = None
+    if config.objective.name == "distill":
+        traces = Traces.read(source, config.dataset.subset, config.dataset.split)
+        examples = traces.of_examples(examples)
     say(examples.summary())
     if config.dataset.limit is not None:
         examples = examples.select(np.arange(min(config.dataset.limit, len(examples))))
@@ -212,10 +216,6 @@ def plan_data(
     else:
         split = split_holdout(examples.record_numbers, count, FIXED_SEED)
     each = every_block(examples, split[0], layout) if config.objective.blocks == "each" else None
-    traces = None
-    if config.objective.name == "distill":
-        traces = Traces.read(source, config.dataset.subset, config.dataset.split)
-        examples = traces.of_examples(examples)
     return TrainingData(examples, *split, layout, each, traces)
 
 

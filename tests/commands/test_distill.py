@@ -89,7 +89,7 @@ def test_right_answers_are_kept_with_their_traces(decoded, data, tmp_path, monke
 
 
 @pytest.mark.parametrize("context", ["exact", "block_causal"])
-def test_a_training_on_traces_goes_on_bit_for_bit(data, tmp_path, context):
+def test_a_training_on_traces_goes_on_bit_for_bit(data, tmp_path, context, capsys):
     assert distill(data, tmp_path / "traces") == 0
     words = "--objective.name distill --steps 4 --save-every 2 --batch-size 2 --micro-batch-size 1"
     words += f" --block-size 16 --gen-length 32 --context {context} --eval.every 0"
@@ -103,6 +103,13 @@ def test_a_training_on_traces_goes_on_bit_for_bit(data, tmp_path, context):
     assert all((last[0][name] == last[1][name]).all() for name in last[0])
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").open()]
     assert len(losses) == 4 and all(0 < loss < 10 for loss in losses)
+    assert "not read" not in capsys.readouterr().out
+    shard = tmp_path / "traces/traces-00000.jsonl"  # the same tokens in another order
+    rows = jsonl.read(shard)
+    rows[0]["steps"][:2] = rows[0]["steps"][1::-1]
+    jsonl.write(shard, *rows)
+    assert main(["train", "--resume", str(tmp_path / "again"), "--steps", "5"]) == 2
+    assert "is not what" in capsys.readouterr().err
 
 
 def test_records_without_traces_are_refused(tmp_path, capsys):
