@@ -8,7 +8,16 @@ import torch
 from bwsft_kernels.philox import Stream, gumbel, philox_u24
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_decoding import MASK, MODES, VOCABULARY, bounds_of, history, model_of, open_canvas, prompts_of
+from tiny_decoding import (
+    MASK,
+    MODES,
+    VOCABULARY,
+    bounds_of,
+    history,
+    model_of,
+    open_canvas,
+    prompts_of,
+)
 
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
