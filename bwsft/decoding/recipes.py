@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 RecipeName = Literal[
     "llada-instruct-gsm8k", "llada-instruct-math", "llada-1.5-gsm8k", "dream", "sdar-dynamic",
-    "fast-dllm",
+    "fast-dllm", "fast-dllm-v2", "llada2", "llada2.1",
 ]  # fmt: skip
 
 
@@ -57,6 +57,27 @@ RECIPES: dict[str, Recipe] = {
         {
             "gen_length": 256, "block_size": 32, "context": "prefix", "rule": "threshold",
             "threshold": 0.9, "temperature": 0.0,
+        },
+    ),
+    "fast-dllm-v2": Recipe(
+        "model card Fast_dLLM_v2_7B, without its sub-blocks of 8",
+        {
+            "gen_length": 2048, "block_size": 32, "context": "block_causal", "rule": "threshold",
+            "threshold": 0.9, "temperature": 0.0,
+        },
+    ),
+    "llada2": Recipe(
+        "arXiv:2512.15745, LLaDA2.0: parallel decoding above 0.95",
+        {
+            "block_size": 32, "context": "block_causal", "rule": "threshold", "threshold": 0.95,
+            "temperature": 0.0,
+        },
+    ),
+    "llada2.1": Recipe(
+        "model card LLaDA2.1-mini, quality mode: threshold 0.7, editing_threshold 0.5",
+        {
+            "block_size": 32, "context": "block_causal", "rule": "edit", "threshold": 0.7,
+            "edit_threshold": 0.5, "post_steps": 16, "temperature": 0.0,
         },
     ),
 }  # fmt: skip
