@@ -123,10 +123,11 @@ def official_names(contract: DecodingContract, model_type: str) -> dict[str, Any
     """Decoding one token per step, the most confident first, in the words of the official code:
     `steps` are those of the whole canvas, SDAR's `denoising_steps` those of a block."""
     size, length = contract.block_size, contract.gen_length
+    sdar = {"denoising_steps": size, "remasking_strategy": "low_confidence_static"}
     own: dict[str, dict[str, Any]] = {
         "llada": {"remasking": "low_confidence"},
         "Dream": {"alg": "maskgit_plus", "max_new_tokens": length},
-        "sdar": {"denoising_steps": size, "remasking_strategy": "low_confidence_static"},
+        "sdar": sdar, "sdar_moe": sdar,
     }
     shape = {"block_size": size, "block_length": size, "gen_length": length, "steps": length}
     return shape | own.get(model_type, {})

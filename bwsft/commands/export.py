@@ -29,7 +29,7 @@ from bwsft.models.backbone import Backbone
 from bwsft.models.families import token_rows, trained_beside
 from bwsft.models.loading import model_folder
 from bwsft.models.lora import ADAPTER
-from bwsft.models.weight_files import opened, renamed, shard_files
+from bwsft.models.weight_files import opened, renamed, shard_files, stored_rows, stored_state
 from bwsft.utils import hub
 from bwsft.utils.files import folder_atomic, naming
 from bwsft.utils.lines import say
@@ -83,21 +83,22 @@ class Weights:
             self.updates = take_off_adapter(self.backbone)
         self.places = places_of(self.backbone.model, source)
         self.mask_rows = self.rows_of_mask()
-        whole = self.backbone.model.to(target).state_dict()
+        whole = in_dtype(self.backbone.model, target)
         self.tensors = {name: whole[name] for name in self.places}
         """What will be written, on the meta device."""
+        self.backbone.model.to(target)
         self.moved = self.total = 0.0
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The values of one tensor, some rows at a time."""
         update = self.update(name) if name in self.updates else None
-        done, size = 0, self.tensors[name].shape
+        done, size, kind = 0, self.tensors[name].shape, self.tensors[name].dtype
         for read in read_rows(*self.places[name]):
-            rows = read.to(self.stored)
+            rows = read.to(self.stored if kind == self.target else kind)
             if update is not None:
                 found = self.merged(rows, update[done : done + len(rows)])
             else:
-                found = rows.to(self.target)
+                found = rows.to(kind)
             if found is not read and (found.isinf() & read.isfinite()).any():
                 raise ValueError(f"{name} has numbers beyond {self.target}: use --dtype float32")
             yield self.with_mask_row(name, found, done)
@@ -109,7 +110,7 @@ class Weights:
     def rows_of_mask(self) -> dict[str, Tensor]:
         """Name of a tensor -> the row of [MASK] that loading gives it, where nobody trained it: a
         folder must mean the same to whoever opens it. Reads an embedding whole where it does."""
-        state = self.backbone.model.state_dict(keep_vars=True)
+        state = stored_state(self.backbone.model)
         names = {id(state[name]): name for name in self.places}
         mask_id, found = self.backbone.family.mask_id, {}
         for weight, bias in token_rows(self.backbone.model):
@@ -139,14 +140,21 @@ class Weights:
         return rows
 
     def update(self, name: str) -> Tensor:
-        """scale * B A, float32."""
-        place, scale = self.updates[name]
-        kind = torch.promote_types(self.stored, torch.float32)
-        # Copies: a mapped matrix is at any offset, where MKL promises no bits.
-        a, b = (
-            read_tensor(self.adapter, f"{place}.lora_{x}.weight").to(kind, copy=True) for x in "AB"
-        )
-        return (b @ a).mul_(scale).float()
+        """scale * B A, float32; of several adapters in the rows of one tensor each in its place."""
+        kind, parts = torch.promote_types(self.stored, torch.float32), {}
+        for first, (place, scale) in self.updates[name].items():
+            # Copies: a mapped matrix is at any offset, where MKL promises no bits.
+            a, b = (
+                read_tensor(self.adapter, f"{place}.lora_{x}.weight").to(kind, copy=True)
+                for x in "AB"
+            )
+            parts[first] = (b @ a).mul_(scale).float()
+        if parts[min(parts)].shape == self.tensors[name].shape:
+            return parts[0]
+        whole = torch.zeros(self.tensors[name].shape)
+        for first, part in parts.items():
+            whole[first : first + len(part)] = part
+        return whole
 
     def merged(self, rows: Tensor, update: Tensor) -> Tensor:
         """Rows of a weight with their update, rounded once."""
@@ -167,9 +175,21 @@ def _square(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
-def take_off_adapter(backbone: Backbone) -> dict[str, tuple[str, float]]:
-    """Weight name -> (name of the update's tensors in an adapter's file, its scale); the model is
-    the plain one again."""
+def in_dtype(model: torch.nn.Module, target: torch.dtype) -> dict[str, Tensor]:
+    """A model's stored tensors in a dtype, on the meta device: routers of experts are not rounded
+    to half precision."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    state, wide = model.state_dict(keep_vars=True), torch.promote_types(target, torch.float32)
+    kept = {id(tensor) for name, tensor in state.items() if any(part in name for part in strict)}
+    return {
+        name: torch.empty_like(tensor, device="meta", dtype=wide if id(tensor) in kept else target)
+        for name, tensor in stored_state(model).items()
+    }
+
+
+def take_off_adapter(backbone: Backbone) -> dict[str, dict[int, tuple[str, float]]]:
+    """Stored tensor -> {first row: (name of the update's tensors in an adapter's file, its scale)};
+    the model is the plain one again."""
     name = backbone.model.active_adapter
     config = backbone.model.peft_config[name]
     beyond = [f for f in ("use_dora", "modules_to_save", "lora_bias") if getattr(config, f, None)]
@@ -180,12 +200,11 @@ def take_off_adapter(backbone: Backbone) -> dict[str, tuple[str, float]]:
             f"{', '.join(beyond) or 'no LoRA matrices'}: merge it with peft"
         )
     layers = {n: m for n, m in backbone.model.named_modules() if name in getattr(m, "lora_A", ())}
-    prefix = "base_model.model."
-    updates = {
-        f"{place.removeprefix(prefix)}.weight": (place, layer.scaling[name])
-        for place, layer in layers.items()
-    }
     backbone.model = backbone.model.unload()
+    stored, updates = stored_rows(backbone.model), {}
+    for place, layer in layers.items():
+        tensor, first = stored[f"{place.removeprefix('base_model.model.')}.weight"]
+        updates.setdefault(tensor, {})[first] = place, layer.scaling[name]
     return updates
 
 
@@ -196,7 +215,7 @@ def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]
     for shard in shard_files(folder):
         with opened(folder / shard) as handle:
             stored.update({renamed(name): (folder / shard, name) for name in handle.keys()})
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in stored_state(model).items():
         tied.setdefault(id(tensor), []).append(name)
     places = {}
     for names in tied.values():

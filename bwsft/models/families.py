@@ -1,9 +1,12 @@
 """The model families: from a config.json to a checked config, a Family and a Backbone.
 
 model_type       attention      a position predicts    [MASK]
-llada            full           its own token          config.json
+llada lladamoe   full           its own token          config.json
 Dream            full           the next token         config.json
-sdar             block-causal   its own token          config.json, else 151669
+a2d-*            full           its own token          config.json, else the tokenizer
+sdar sdar_moe    block-causal   its own token          config.json, else the published id
+llada2_moe       block-causal   its own token          config.json, else the published id
+Fast_dLLM_Qwen   block-causal   the next token         config.json, else the published id
 qwen2 qwen3      full, made     its own or the next    config.json (mask_token_id, logit_shift),
 llama            so here        token: logit_shift     else `Facts`
 bert modernbert  full           its own token          config.json, else the tokenizer
@@ -29,12 +32,20 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from bwsft.data.tokenizer import load_tokenizer, own_mask_id
-from bwsft.models import dream_sdar as dream_sdar  # registers Dream and SDAR with transformers
+from bwsft.models import dream_sdar as dream_sdar  # registers Dream, SDAR, ... with transformers
+from bwsft.models import experts as experts  # and the mixtures of experts
 from bwsft.models.backbone import Backbone, Family, active_module
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.llada import LladaBackbone
 from bwsft.models.llada_config import FIELD_TYPES, LladaConfig
-from bwsft.models.support import DECODERS, ENCODERS, check_supported
+from bwsft.models.support import (
+    DECODERS,
+    ENCODERS,
+    MIXTURES,
+    PUBLISHED,
+    check_supported,
+    kind_of,
+)
 from bwsft.models.weight_files import read_json
 from bwsft.utils import config_check
 
@@ -90,20 +101,29 @@ def read_config(folder: Path, facts: Facts | None = None) -> PreTrainedConfig:
     file = folder / "config.json"
     found = read_json(file)
     check_supported(found, file)
-    kind = found["model_type"]
-    own = kind == LladaConfig.model_type
-    must = _LLADA_MUST_STATE if own else _MUST_STATE
+    kind = kind_of(found)
+    own, must = kind == LladaConfig.model_type, must_state(kind)
     if missing := [name for name in must if found.get(name) is None]:
         raise ValueError(f"{file} lacks {', '.join(missing)}: add the fields")
     if found.get("quantization_config"):
         raise ValueError(f"{file}: quantized weights are not supported: take the full checkpoint")
     # transformers checks the types of its own models' fields.
-    hints = FIELD_TYPES if own else _FACTS | dict.fromkeys(_MUST_STATE, int)
+    hints = FIELD_TYPES if own else _FACTS | dict.fromkeys(must, int)
     typed = {name: hint for name, hint in (_KEPT | hints).items() if name in found}
     for name, hint in typed.items():
         config_check.convert(hint, found[name], str(file), name)
     config = _build(kind, found, typed, file)
     return config if own else _complete(config, facts or Facts(), folder)
+
+
+def must_state(kind: str) -> tuple[str, ...]:
+    """Fields that a config.json of this kind must have."""
+    if kind == LladaConfig.model_type:
+        return _LLADA_MUST_STATE
+    if kind not in MIXTURES:
+        return _MUST_STATE
+    names = (*_MUST_STATE, "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+    return tuple(CONFIG_MAPPING[kind].attribute_map.get(name, name) for name in names)
 
 
 def _build(kind: str, found: dict, typed: dict[str, Any], file: Path) -> PreTrainedConfig:
@@ -174,11 +194,13 @@ def family_of(config: PreTrainedConfig) -> Family:
     """The family's facts from a complete config; ``ValueError`` if it names no mask or end
     token."""
     kind, size = config.model_type, config.vocab_size
+    fixed = PUBLISHED.get(kind, {})
     grows = kind in (*DECODERS, *ENCODERS)  # by a row, where [MASK] is a new id
     ends = config.eos_token_id
     ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     mask_id = getattr(config, "mask_token_id", None)
-    shift = getattr(config, "logit_shift", None) if kind in DECODERS else int(kind == "Dream")
+    shift = fixed.get("logit_shift", 0)
+    shift = getattr(config, "logit_shift", None) if kind in DECODERS else shift
     if grows and None in (mask_id, shift):
         raise ValueError(f"the model has no [MASK]: {_IN_PLACE if kind in ENCODERS else _BOTH}")
     if not isinstance(mask_id, int) or not 0 <= mask_id < size + grows:
@@ -189,9 +211,7 @@ def family_of(config: PreTrainedConfig) -> Family:
         ends += (_LLADA_EOT_ID,)
     return Family(
         mask_id=mask_id, eos_id=ends[0], end_ids=ends, vocab_size=max(size, mask_id + 1),
-        max_positions=config.max_position_embeddings, logit_shift=shift,
-        block_origin="absolute" if kind == "sdar" else "response",
-        attention="block_causal" if kind == "sdar" else "full",
+        max_positions=config.max_position_embeddings, **fixed | {"logit_shift": shift},
     )  # fmt: skip
 
 

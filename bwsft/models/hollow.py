@@ -14,6 +14,7 @@ from bwsft.config import LoraConfig
 from bwsft.models.backbone import Backbone
 from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.lora import add_lora
+from bwsft.models.support import MIXTURES
 
 
 def meta_backbone(config: PreTrainedConfig, dtype: torch.dtype) -> Backbone:
@@ -27,7 +28,13 @@ def hollow_backbone(
     config: PreTrainedConfig, dtype: torch.dtype = torch.float32, lora: LoraConfig | None = None
 ) -> Backbone:
     """The model in training mode, with adapters if asked for. A pass of 8 billion parameters takes
-    a second, and every operation in it can be watched. Ids, masks and row lists stay real."""
+    a second, and every operation in it can be watched. Ids, masks and row lists stay real.
+    ``ValueError`` for a mixture of experts, whose operations depend on values."""
+    if config.model_type in MIXTURES:
+        raise ValueError(
+            "a mixture of experts cannot be counted without its weights: which expert a token "
+            "takes depends on them; leave --dry-run out"
+        )
     backbone = meta_backbone(config, dtype)
     if lora is not None and lora.rank:
         add_lora(backbone, lora, seed=0)

@@ -22,8 +22,14 @@ from bwsft.models.families import (
     read_config,
     wrap,
 )
-from bwsft.models.support import DECODERS, SUPPORTED, check_supported
-from bwsft.models.weight_files import Shapes, check_tensors, read_json, stored_shapes
+from bwsft.models.support import DECODERS, PUBLISHED, SUPPORTED, check_supported
+from bwsft.models.weight_files import (
+    Shapes,
+    check_tensors,
+    read_json,
+    stored_shapes,
+    stored_state,
+)
 from bwsft.utils import hub, strict_json
 
 JSON_FILES = ("*.json",)
@@ -136,7 +142,7 @@ def set_mask(model: PreTrainedModel, tokenizer: Any, mask_token: str, logit_shif
     kind, config = model.config.model_type, model.config
     if kind in DECODERS:
         config.logit_shift = logit_shift
-    elif logit_shift != (own := int(kind == "Dream")):
+    elif logit_shift != (own := PUBLISHED.get(kind, {}).get("logit_shift", 0)):
         raise ValueError(f"logit_shift is {own} in a model of type {kind}, not {logit_shift}")
     config.mask_token_id = add_mask_token(tokenizer, mask_token)
     if config.eos_token_id is None:
@@ -186,5 +192,5 @@ def _expected_shapes(config: PreTrainedConfig, folder: Path) -> tuple[Shapes, di
         raise ValueError(
             f"{folder / 'config.json'} describes a model that cannot be built ({_sentence(error)})"
         ) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_state(model).items()}
     return shapes, dict(model.all_tied_weights_keys)

@@ -35,8 +35,8 @@ LLADA_TARGETS = {
 }
 # The same matrices under the names of other layouts.
 _DECODER_TARGETS = {
-    "all": r".*\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)",
-    "released": r".*\.layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.up_proj)",
+    "all": r".*\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts\.)?(gate|up|down)_proj)",
+    "released": r".*\.layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(shared_experts\.)?up_proj)",
 }
 _BERT = r".*\.encoder\.layer\.\d+\."
 _TARGETS = {

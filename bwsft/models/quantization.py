@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bwsft.models.backbone import Backbone
+from bwsft.models.support import MIXTURES
 
 
 def require_bitsandbytes() -> ModuleType:
@@ -36,6 +37,11 @@ def quantize(backbone: Backbone, device: torch.device) -> None:
     """
     library, head = require_bitsandbytes(), backbone.head()[0]
     model = backbone.model
+    if backbone.base_model.config.model_type in MIXTURES:
+        raise ValueError(
+            "--lora.quantize packs matrices, and the experts of this model are one tensor a layer: "
+            "leave the option out"
+        )
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module.weight is not head:
             model.set_submodule(name, _in_four_bits(library, module).to(device))

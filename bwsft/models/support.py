@@ -8,35 +8,39 @@ from typing import Any
 
 DECODERS = ("qwen2", "qwen3", "llama")
 ENCODERS = ("bert", "modernbert")
-SUPPORTED = ("llada", "Dream", "sdar", *DECODERS, *ENCODERS)
+# What the published families fix, as fields of a Family.
+_GRID = {"attention": "block_causal", "block_origin": "absolute"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llada": {}, "Dream": {"logit_shift": 1}, "sdar": _GRID,
+    "a2d-qwen3": {}, "a2d-qwen2": {}, "a2d-llama": {},
+    "Fast_dLLM_Qwen": _GRID | {"logit_shift": 1},
+    "sdar_moe": _GRID, "lladamoe": {}, "llada2_moe": _GRID,
+}  # fmt: skip
+SUPPORTED = (*PUBLISHED, *DECODERS, *ENCODERS)
+MIXTURES = ("sdar_moe", "lladamoe", "llada2_moe")
 
-_EXPERTS = "it is a mixture of experts, and bwsft has dense layers only"
 # Name, what model_type or a class of architectures begins with (lower case), and the reason.
-# A model_type alone does not tell: LLaDA-MoE's is "llada".
 _REFUSED = (
-    ("LLaDA-MoE", ("lladamoe", "llada_moe"), _EXPERTS),
-    ("LLaDA2.x", ("llada2",), _EXPERTS),
-    ("SDAR-MoE", ("sdarmoe", "sdar_moe"), _EXPERTS),
     (
         "DiffusionGemma", ("diffusiongemma", "diffusion_gemma"),
         "its canvas holds random tokens and no [MASK]; docs/diffusion_gemma.md trains it in Python",
-    ),
-    (
-        "Fast-dLLM v2", ("fast_dllm",),
-        "its decoder of small blocks within blocks is not implemented, nor are its numbers tested",
-    ),
-    (
-        "a2d", ("a2d",),
-        "its classes are not in transformers",
     ),
 )  # fmt: skip
 _EXPERT_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
+def kind_of(found: dict[str, Any]) -> Any:
+    """The model_type of a config.json, by which bwsft tells models apart: LLaDA-MoE's says "llada",
+    and has experts."""
+    kind = found.get("model_type")
+    mixture = kind == "llada" and any(found.get(field) for field in _EXPERT_FIELDS)
+    return "lladamoe" if mixture else kind
+
+
 def check_supported(found: dict[str, Any], file: Path) -> None:
     """``ValueError`` that names the file, the model and the reason unless bwsft loads a model with
     the config ``found``."""
-    kind, classes = found.get("model_type"), found.get("architectures")
+    kind, classes = kind_of(found), found.get("architectures")
     said = [kind, *classes] if isinstance(classes, list | tuple) else [kind]
     said = [name.lower() for name in said if isinstance(name, str)]
     for model, starts, reason in _REFUSED:
@@ -46,7 +50,9 @@ def check_supported(found: dict[str, Any], file: Path) -> None:
         raise ValueError(
             f"{file} has model_type {reprlib.repr(kind)}: bwsft loads {', '.join(SUPPORTED)}"
         )
-    for field in _EXPERT_FIELDS:
+    for field in _EXPERT_FIELDS if kind not in MIXTURES else ():
         if found.get(field):
-            model = "LLaDA-MoE" if kind == "llada" else f"a {kind} with {field}"
-            raise ValueError(f"{file} is of {model}, which is not supported: {_EXPERTS}")
+            raise ValueError(
+                f"{file} is of a {kind} with {field}, which is not supported: experts are those of "
+                f"{', '.join(MIXTURES)}"
+            )

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from bwsft.utils import strict_json
 
@@ -101,6 +102,33 @@ def stored_shapes(folder: Path) -> Shapes:
                 )
             shapes[renamed(name)] = shape
     return shapes
+
+
+def stored_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors by the names that its files have: experts, which transformers runs as one
+    tensor, are matrices there. Those whose names are the same come first, in the model's order."""
+    state = model.state_dict(keep_vars=True)
+    found = _as_stored(model, state)
+    return {name: found[name] for name in state if name in found} | found
+
+
+def _as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion  # others need no model
+
+    return revert_weight_conversion(model, state)
+
+
+def stored_rows(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """Name of each of a model's matrices -> the tensor of its files that holds it, and the first of
+    its rows there: queries, keys and values may be one matrix."""
+    names = [name for name, tensor in model.state_dict().items() if tensor.ndim == 2]
+    shapes, found = model.state_dict(), {}
+    marks = {name: torch.full((len(shapes[name]), 1), i) for i, name in enumerate(names)}
+    for stored, rows in _as_stored(model, marks).items():
+        marked = rows[:, 0]
+        starts = torch.cat([marked.new_ones(1), marked.diff()]).nonzero()[:, 0]
+        found |= {names[int(marked[i])]: (stored, int(i)) for i in starts}
+    return found
 
 
 def renamed(name: str) -> str:

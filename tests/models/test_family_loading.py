@@ -18,6 +18,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bwsft import config as c
 from bwsft.cli import main
@@ -100,6 +101,22 @@ PUBLISHED = {
             "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
         },
     },
+    "Fast_dLLM_Qwen": COMMON | {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen",
+        "mask_token_id": 60, "bd_size": 32,
+        "auto_map": {
+            "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+            "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+        },
+    },
+    "a2d-qwen3": COMMON | {
+        "architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3", "mask_token_id": 60,
+        "attention_bias": False, "head_dim": 8,
+        "auto_map": {
+            "AutoConfig": "modeling_qwen3.A2DQwen3Config",
+            "AutoModel": "modeling_qwen3.A2DQwen3LMHeadModel",
+        },
+    },
 }  # fmt: skip
 
 
@@ -108,9 +125,9 @@ PUBLISHED = {
     "rope", [None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}]
 )
 def test_published_configs_are_written_as_they_were(tmp_path, name, rope):
-    """Dream's and SDAR's own code runs on older releases of transformers."""
+    """Their own code runs on older releases of transformers."""
     official = PUBLISHED[name] | {"rope_scaling": rope}
-    kind = {"Dream": DreamConfig, "sdar": SdarConfig}[name]
+    kind = CONFIG_MAPPING[name]
     copy = json.loads(json.dumps(official))  # transformers writes into it
     model = new_backbone(kind.from_dict(copy), dtype=torch.bfloat16).model
     folder = saved(tmp_path / "first", model)
@@ -174,19 +191,14 @@ def test_only_fields_of_the_model_reach_transformers(tmp_path, name):
 def test_other_models_are_refused_with_those_that_are_known(tmp_path):
     folder = saved(tmp_path / "m", GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)))
     for refuse in (load_backbone, read_family):
-        with pytest.raises(ValueError, match="'gpt2': bwsft loads llada, Dream, sdar, qwen2"):
+        with pytest.raises(ValueError, match="'gpt2': bwsft loads llada, Dream, sdar, a2d"):
             refuse(folder)
 
 
 # What the published config.json of each says; a llada's model_type is that of two models.
 NAMED = {
-    "LLaDA-MoE": {"model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "num_experts": 64},
-    "LLaDA-MoE, which": {"model_type": "llada", "num_experts": 64, "hidden_size": 2048},
-    "LLaDA2.x": {"model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"]},
-    "SDAR-MoE": {"model_type": "sdar_moe", "architectures": ["SDARMoeForCausalLM"]},
     "DiffusionGemma": {"model_type": "diffusion_gemma"},
-    "Fast-dLLM v2": {"model_type": "Fast_dLLM_Qwen"},
-    "a2d": {"model_type": "a2d-qwen3", "architectures": ["A2DQwen3LMHeadModel"]},
+    "a sdar with num_experts": {"model_type": "sdar", "num_experts": 128},
     "a qwen3 with num_experts": {"model_type": "qwen3", "num_experts": 8},
 }
 
