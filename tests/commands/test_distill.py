@@ -88,7 +88,10 @@ def test_right_answers_are_kept_with_their_traces(decoded, data, tmp_path, monke
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("context", ["exact", "block_causal"])
+SLOW_EXACT = pytest.param("exact", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("context", [SLOW_EXACT, "block_causal"])
 def test_a_training_on_traces_goes_on_bit_for_bit(data, tmp_path, context, capsys):
     assert distill(data, tmp_path / "traces") == 0
     words = "--objective.name distill --steps 4 --save-every 2 --batch-size 2 --micro-batch-size 1"
