@@ -37,7 +37,7 @@ NEW_STORIES = (
     ("{name} sells {c} {things} of {a} bags with {b} each. How many stay?", "x", "-"),
 )
 CHAIN = 3  # changes of a running total
-MOST = 30  # of which it is at no time more
+MOST = 18  # of which it is at no time more
 KINDS = {
     "wordproblems": (STORIES, "{a} {first} {b} = {middle}. {middle} {second} {c} = {result}."),
     "newstories": (

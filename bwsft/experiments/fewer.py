@@ -24,7 +24,7 @@ UPDATES = 60
 TRACES = 1000  # training problems that are decoded
 WEIGHT = 1.0  # of the confidence term
 # Of each kind of problems: response positions, longest example, updates of the start.
-SIZES = {"wordproblems-9-seed4": (32, 64, 800), "chains-9-seed4": (48, 80, 500)}
+SIZES = {"wordproblems-9-seed4": (32, 64, 800), "chains-6-seed4": (48, 80, 1200)}
 
 
 def start(data: str) -> c.Config:

@@ -238,5 +238,5 @@ PLANS: dict[str, Callable[[Scale], Plan]] = {
     "gradients": gradients,
     "decisive": decisive,
     "fewer": partial(fewer, "wordproblems-9-seed4"),
-    "fewer-chains": partial(fewer, "chains-9-seed4"),
+    "fewer-chains": partial(fewer, "chains-6-seed4"),
 }
