@@ -10,11 +10,17 @@ import datetime
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bwsft.data.records import Message, Record
-from bwsft.data.tokenizer import chunks, merged_end_ids, special_tokens, with_renamed_specials
+from bwsft.data.tokenizer import (
+    encode,
+    merged_end_ids,
+    parts_texts,
+    special_tokens,
+    with_renamed_specials,
+)
 from bwsft.utils.config_check import assignments
 
 NAMES = ("metamath", "chat", "none")
@@ -77,6 +83,7 @@ class Template:
         names = sorted((n for n in self._special if len(n) > 1), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._renamed: Any = None
+        self._parting: dict[str, bool] = {}  # special token -> parts_texts
         self.first_ids = [] if self._chat else first_ids(tokenizer)
         self._end, self._tail, self.lead = self._find_end()
         self.end_id = self._special[self._end][0] if self._end else tokenizer.eos_token_id
@@ -90,19 +97,22 @@ class Template:
 
     def tokenize(self, prepared: Sequence[Prepared]) -> list[tuple[list[int], list[int]]]:
         """(prompt ids, response ids with the end token) of each prepared example."""
-        texts = {(p.prompt, p.marked) for p in prepared}
-        texts |= {(p.prompt + p.response, p.marked) for p in prepared}
-        ids = self._text_ids(texts)
-        split = [self._split_ids(p, ids) for p in prepared]
+        # The prompt is tokenized once: it ends, up to a few characters, where the text can be cut.
+        cuts = [self._cut(p) for p in prepared]
+        heads = [(p.prompt[:cut], p.marked) for p, cut in zip(prepared, cuts, strict=True)]
+        tails = [replace(p, prompt=p.prompt[cut:]) for p, cut in zip(prepared, cuts, strict=True)]
+        texts = {*heads, *((p.prompt, p.marked) for p in tails)}
+        ids = self._text_ids(texts | {(p.prompt + p.response, p.marked) for p in tails})
+        split = [self._split_ids(p, ids) for p in tails]
         # Where a token would reach over the border, the response is tokenized alone.
-        alone = {(p.response, p.marked) for p, s in zip(prepared, split, strict=True) if s is None}
+        alone = {(p.response, p.marked) for p, s in zip(tails, split, strict=True) if s is None}
         ids |= self._text_ids(alone)
         return [
             (
-                [*self.first_ids, *ids[p.prompt, p.marked]],
+                [*self.first_ids, *ids[head], *ids[p.prompt, p.marked]],
                 [*(ids[p.response, p.marked] if s is None else s), self.end_id],
             )
-            for p, s in zip(prepared, split, strict=True)
+            for head, p, s in zip(heads, tails, split, strict=True)
         ]
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -224,6 +234,19 @@ class Template:
         lead = before[len(prompt) :] if before.startswith(prompt) else ""
         return match and match.group(), tail, lead
 
+    def _cut(self, prepared: Prepared) -> int:
+        """Where the prompt's last special token begins, if no token reaches over that place."""
+        if prepared.marked:
+            return 0
+        last = None
+        for last in self._pattern.finditer(prepared.prompt):
+            pass
+        if last is None:
+            return 0
+        if last[0] not in self._parting:
+            self._parting[last[0]] = parts_texts(self.tokenizer, last[0])
+        return last.start() if self._parting[last[0]] else 0
+
     def _split_ids(self, prepared: Prepared, ids: dict) -> list[int] | None:
         """Ids of the response within the whole, None if its first token began in the prompt."""
         prompt = ids[prepared.prompt, prepared.marked]
@@ -231,20 +254,14 @@ class Template:
         return whole[len(prompt) :] if whole[: len(prompt)] == prompt else None
 
     def _text_ids(self, texts: set[tuple[str, bool]]) -> dict[tuple[str, bool], list[int]]:
-        plain = [text for text, marked in texts if not marked]
-        marked = [text for text, marked in texts if marked]
         found: dict[tuple[str, bool], list[int]] = {}
-        for some in chunks(plain, len):
-            encoded = self.tokenizer(
-                some, add_special_tokens=False, split_special_tokens=False,
-                return_attention_mask=False, return_token_type_ids=False, verbose=False,
-            )["input_ids"]  # fmt: skip
-            found |= {(text, False): ids for text, ids in zip(some, encoded, strict=True)}
-        if marked and self._renamed is None:
-            self._renamed = with_renamed_specials(self.tokenizer, MARK)
-        for some in chunks(marked, len):
-            encoded = self._renamed.encode_batch(some, add_special_tokens=False)
-            found |= {(text, True): e.ids for text, e in zip(some, encoded, strict=True)}
+        for kind in (False, True):
+            some = [text for text, marked in texts if marked == kind]
+            if kind and some and self._renamed is None:
+                self._renamed = with_renamed_specials(self.tokenizer, MARK)
+            backend = self._renamed if kind else self.tokenizer.backend_tokenizer
+            if some:
+                found |= zip(((text, kind) for text in some), encode(backend, some), strict=True)
         return found
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from bwsft.utils import hub, identity
 from bwsft.utils.strict_json import check_regular
 
 T = TypeVar("T")
-CHUNK = 1024  # texts, and characters
+CHUNK = 256  # texts, and characters
 CHARACTERS = 1 << 20  # of them together, in one call: a token takes some 200 bytes there
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -124,6 +124,33 @@ def chunks(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[
         held += size
     if chunk:
         yield chunk
+
+
+def encode(backend: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts, whole and without what a tokenizer adds to them; names of special tokens
+    are those tokens."""
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = False
+    found = []
+    for some in chunks(texts, len):
+        # The fast one keeps no places of tokens in the text, which nobody asks for here.
+        found += [e.ids for e in backend.encode_batch_fast(some, add_special_tokens=False)]
+    return found
+
+
+def parts_texts(tokenizer: Any, name: str) -> bool:
+    """Whether any text that has this special token is tokenized as its part before it and its part
+    from it on: the token is found in the text as it stands, whatever is around it."""
+    tokens = {t.content: t for t in tokenizer.added_tokens_decoder.values()}
+    token = tokens[name]
+    if token.normalized or token.lstrip or token.single_word or not re.match(r"[^\w\s]", name):
+        return False
+    # Of two that overlap the first is taken.
+    return not any(
+        name in other[1:] or any(name.startswith(other[i:]) for i in range(1, len(other)))
+        for other in tokens
+    )
 
 
 def with_renamed_specials(tokenizer: Any, mark: str) -> Any:

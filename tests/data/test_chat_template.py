@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_tokenizer
 
+from bwsft.data import chat_template as chat_template_module
 from bwsft.data.chat_template import METAMATH, Template
 from bwsft.data.records import Record
 from bwsft.data.tokenizer import load_tokenizer, mask_id_for, tokenizer_digest
@@ -144,6 +145,44 @@ def test_special_tokens_that_swallow_blanks():
     expected = tokenizer.apply_chat_template(messages, return_dict=False)
     assert encode(Template(tokenizer, "chat"), ("user", "a"))[0] == expected
     assert len(expected) == 3
+
+
+HEAD = "<|head|>"
+
+
+@pytest.mark.parametrize(("changes", "more", "parted"), [
+    ({}, [], True),
+    ({"rstrip": True}, [], True),
+    ({"lstrip": True}, [], False),
+    ({"single_word": True}, [], False),
+    ({"normalized": True}, [], False),
+    ({}, ["e<|"], False),  # it is found first
+    ({}, [f"c{HEAD}x"], False),
+])  # fmt: skip
+def test_a_prompt_is_tokenized_once_where_its_text_can_be_cut(changes, more, parted, monkeypatch):
+    from tokenizers import AddedToken, normalizers
+
+    specials = ["<|bos|>", "<|eos|>", "<|eot|>", AddedToken(HEAD, **changes)]
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{{ m['content'] + '<|eot|>see abc <|head|>x\n' }}{% endfor %}",
+        specials,
+    )
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in more])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("c ", "")
+    given = []
+    encoder = chat_template_module.encode
+    monkeypatch.setattr(
+        chat_template_module, "encode", lambda b, texts: given.extend(texts) or encoder(b, texts)
+    )
+    template = Template(tokenizer, "chat")
+    prompt, response = encode(template, ("user", "question"), response="r")
+    message = {"role": "user", "content": "question"}
+    expected = tokenizer.apply_chat_template([message], return_dict=False)
+    assert prompt == expected
+    assert sum("question" in text for text in given) == (1 if parted else 2)
+    whole = [message, {"role": "assistant", "content": "r"}]
+    text = tokenizer.apply_chat_template(whole, tokenize=False).rpartition("<|eot|>")[0]
+    assert prompt + response[:-1] == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize(("chat_template", "text", "complaint"), [
