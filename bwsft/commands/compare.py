@@ -3,6 +3,8 @@
 Every mode is set beside the first one: how many tokens agree, in which denoising step the two part,
 what each costs (forward passes, FLOPs, seconds) and how many answers are right. With --thresholds
 each mode is decoded at several of them, for its curve of accuracy over tokens per forward.
+
+Answers are kept in runs/compare/ as they come, and an interrupted comparison goes on with them.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
 from statistics import fmean, median_high
 from typing import get_args
 
@@ -23,7 +27,8 @@ from bwsft.commands.options import CompareOptions
 from bwsft.commands.speed_curve import curves, draw_curves, print_curves
 from bwsft.decoding.config import RULES
 from bwsft.decoding.pipeline import Decoder
-from bwsft.decoding.result import Generation
+from bwsft.decoding.result import Commit, Generation
+from bwsft.decoding.result_file import kept_answers
 from bwsft.decoding.settings import ContextMode
 from bwsft.decoding.summary import tokens_per_forward
 from bwsft.evaluation.answer_files import Output, join, read_references
@@ -32,6 +37,7 @@ from bwsft.evaluation.pass_at_1 import score, summarize
 from bwsft.utils.claims import claimed
 from bwsft.utils.files import write_atomic
 from bwsft.utils.flops import flop_counter
+from bwsft.utils.identity import short
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,10 @@ class ModeResult:
     steps: float  # denoising steps per answer
     passes: float  # forward passes per answer
     tokens_per_forward: float | None  # of all answers; None if there was no forward pass
-    flops: float | None  # of matmuls and attention per answer; None on CUDA (kernels not counted)
-    seconds: float  # of wall-clock time for all answers, with the counting
+    # Of matmuls and attention per answer; None on CUDA (kernels not counted), and of a mode whose
+    # answers did not come in one go.
+    flops: float | None
+    seconds: float | None  # of wall-clock time for all answers, with the counting; None likewise
     token_agreement: float  # share of equal tokens by position, over the longer of both answers
     identical: float  # share of equal answers
     # Median denoising step, from 0, in which the two first committed something else; None if never.
@@ -73,26 +81,37 @@ def compare(
 ) -> None:
     """Decode in every mode; print the table and write the JSON."""
     decoder = Decoder.load(options.model, replace(options, context=modes[0]))
-    prompts = decoder.encode(questions)
+    prompts, thresholds = decoder.encode(questions), options.threshold_list()
+    chosen = list(itertools.product(modes, thresholds or [None]))
+    decoders = [with_settings(decoder, *one) for one in chosen]
+    run = short([[one.digest() for one in decoders], len(questions)])
+    made = {"run": run, "identity": decoder.identity() | {"data": short(references)}}
+    name = Path(options.model).name if options.model else "embedded"
+    path = Path("runs/compare") / f"{name}-{run[:8]}.answers.jsonl"
     first, rows = None, []
+    with kept_answers(path, run, questions * len(chosen), made["identity"]) as kept:
+        records = kept.answers(partial(decoded, decoders, prompts))
+        for (mode, threshold), one in zip(chosen, decoders, strict=True):
+            some = list(itertools.islice(records, len(questions)))
+            found = [generation(record) for record in some]
+            first = found if first is None else first
+            scored = accuracy(one, questions, found, references, options.task)
+            figures = scored | cost(some, found) | agreement(first, found)
+            rows.append(ModeResult(mode, threshold, **figures))
+        report(options, rows, len(questions), made)
+
+
+def report(options: CompareOptions, rows: list[ModeResult], count: int, made: dict) -> None:
+    """Print the figures, and write them where the options say; `made`: what they are of."""
     thresholds = options.threshold_list()
-    for mode, threshold in itertools.product(modes, thresholds or [None]):
-        config = replace(decoder.config, context=mode)
-        if threshold is not None:
-            config = replace(config, threshold=threshold)
-        one = replace(decoder, config=config)
-        found, cost = measured(one, prompts)
-        first = found if first is None else first
-        scored = accuracy(one, questions, found, references, options.task)
-        rows.append(ModeResult(mode, threshold, **scored, **cost, **agreement(first, found)))
     if thresholds:
-        print_curves(rows, len(questions))
+        print_curves(rows, count)
         if options.plot:
             write_atomic(options.plot, draw_curves(rows))
     else:
-        print_table(rows, len(questions))
+        print_table(rows, count)
     if options.json:
-        content = {"questions": len(questions), "modes": [asdict(r) for r in rows]}
+        content = {**made, "questions": count, "modes": [asdict(r) for r in rows]}
         if thresholds:
             content["aup"] = {curve.mode: curve.aup for curve in curves(rows)}
         content["settings"] = json.loads(json.dumps(vars(options), default=str))
@@ -129,19 +148,51 @@ def check(options: CompareOptions) -> list[str]:
     return modes
 
 
-def measured(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> tuple[list[Generation], dict]:
-    """Decode all prompts; (generations, cost per answer)."""
-    began = time.perf_counter()
-    with flop_counter() as counter:
-        found = list(decoder.answers(prompts, trace=True))
-    seconds = time.perf_counter() - began
-    on_cpu = decoder.trained.backbone.head()[0].device.type == "cpu"
-    return found, {
+def with_settings(decoder: Decoder, mode: str, threshold: float | None) -> Decoder:
+    config = replace(decoder.config, context=mode)
+    return replace(
+        decoder, config=config if threshold is None else replace(config, threshold=threshold)
+    )
+
+
+def decoded(
+    decoders: Sequence[Decoder], prompts: Sequence[Sequence[int]], done: int
+) -> Iterator[dict]:
+    """Answers of each decoder to all prompts as JSON objects, without the first `done` of them. The
+    last one of a decoder that gave all has what they cost."""
+    which, skip = divmod(done, len(prompts))
+    for decoder in decoders[which:]:
+        began, last, total = time.perf_counter(), {}, {}
+        with flop_counter() as counter:
+            answers = decoder.answers(prompts, skip, trace=True)
+            for index, answer in enumerate(map(asdict, answers), skip + 1):
+                if index < len(prompts):
+                    yield answer
+                last = answer
+        if not skip:
+            on_cpu = decoder.trained.backbone.head()[0].device.type == "cpu"
+            total["flops"] = counter.get_total_flops() if on_cpu else None
+            total["seconds"] = time.perf_counter() - began
+        yield last | total
+        skip = 0
+
+
+def generation(record: dict) -> Generation:
+    """An answer of `decoded`, which may have been in a file."""
+    values = {f.name: record[f.name] for f in fields(Generation)}
+    return Generation(**values | {"trace": [Commit(*commit) for commit in record["trace"]]})
+
+
+def cost(records: Sequence[dict], found: Sequence[Generation]) -> dict:
+    """What a mode's answers took, each; FLOPs and time are unknown where they did not come in one
+    go."""
+    total = records[-1].get("flops")
+    return {
         "steps": fmean(g.steps for g in found),
         "passes": fmean(g.passes for g in found),
         "tokens_per_forward": tokens_per_forward(found),
-        "flops": counter.get_total_flops() / len(found) if on_cpu else None,
-        "seconds": seconds,
+        "flops": None if total is None else total / len(found),
+        "seconds": records[-1].get("seconds"),
     }
 
 
@@ -188,7 +239,8 @@ def print_table(rows: list[ModeResult], count: int) -> None:
         return [f"{getattr(row, name):.1%}" for row in rows]
 
     def number(name: str) -> list[str]:
-        return [f"{getattr(row, name):.1f}" for row in rows]
+        values = [getattr(row, name) for row in rows]
+        return ["-" if value is None else f"{value:.1f}" for value in values]
 
     first = rows[0]
     parted = ["never" if r.first_divergence is None else str(r.first_divergence) for r in rows]
@@ -202,7 +254,9 @@ def print_table(rows: list[ModeResult], count: int) -> None:
         "forward passes": number("passes"),
         "tokens per forward (TPF)": [f"{row.tokens_per_forward or 0:.2f}" for row in rows],
         "GFLOP": [f"{row.flops / 1e9:.3g}" if row.flops else "-" for row in rows],
-        "times fewer FLOPs": [f"{first.flops / r.flops:.2f}" if r.flops else "-" for r in rows],
+        "times fewer FLOPs": [
+            f"{first.flops / r.flops:.2f}" if first.flops and r.flops else "-" for r in rows
+        ],
         "seconds in all": number("seconds"),
         "truncated": share("truncated"),
     }

@@ -51,7 +51,7 @@ def print_curves(rows: Sequence[ModeResult], count: int) -> None:
         table.add_row(
             row.mode, f"{row.threshold:g}", f"{row.tokens_per_forward or 0:.2f}",
             f"{row.accuracy:.1%}", f"{row.passes:.1f}", f"{row.truncated:.1%}",
-            f"{row.seconds:.1f}",
+            "-" if row.seconds is None else f"{row.seconds:.1f}",
         )  # fmt: skip
     Console().print(table)
     for curve in curves(rows):

@@ -236,16 +236,13 @@ class Template:
 
     def _cut(self, prepared: Prepared) -> int:
         """Where the prompt's last special token begins, if no token reaches over that place."""
-        if prepared.marked:
+        found = [] if prepared.marked else list(self._pattern.finditer(prepared.prompt))
+        if not found:
             return 0
-        last = None
-        for last in self._pattern.finditer(prepared.prompt):
-            pass
-        if last is None:
-            return 0
-        if last[0] not in self._parting:
-            self._parting[last[0]] = parts_texts(self.tokenizer, last[0])
-        return last.start() if self._parting[last[0]] else 0
+        name = found[-1][0]
+        if name not in self._parting:
+            self._parting[name] = parts_texts(self.tokenizer, name)
+        return found[-1].start() if self._parting[name] else 0
 
     def _split_ids(self, prepared: Prepared, ids: dict) -> list[int] | None:
         """Ids of the response within the whole, None if its first token began in the prompt."""

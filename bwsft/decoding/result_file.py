@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +27,17 @@ def result_file(path: Path | None, resume: bool) -> Iterator[IO[bytes] | None]:
     otherwise = "exists: name another file, or go on with it by --resume"
     with claimed(path, lambda head: resume, otherwise) as file:
         yield file
+
+
+@contextlib.contextmanager
+def kept_answers(
+    path: Path, run: str, questions: Sequence[Prompt], identity: dict[str, str]
+) -> Iterator[ResultFile]:
+    """A ResultFile beside a command's own result: the command goes on with it when it is given
+    again, and it goes when the block, in which that result is written, succeeds."""
+    with result_file(path, resume=True) as file:
+        yield ResultFile(path, file, run, questions, identity)
+        path.unlink()
 
 
 class ResultFile:
@@ -100,6 +112,21 @@ class ResultFile:
             )
         self.lines = self.lines[:count]
         self.file.truncate(sum(map(len, self.lines)))
+
+    def answers(self, decode: Callable[[int], Iterable[dict]]) -> Iterator[dict]:
+        """The records of all prompts in order: the lines that are here, then what `decode` gives
+        for those after the first so many, each kept as it comes. ValueError for too few."""
+        done, following = len(self.lines), []
+        yield from map(json.loads, self.lines)
+        if done < len(self.questions):
+            following = decode(done)
+        for record in itertools.islice(following, len(self.questions) - done):
+            self.append(done, record)
+            done += 1
+            yield record
+        if done < len(self.questions):
+            count = len(self.questions)
+            raise ValueError(f"the decoder gave {done} answers to {count} questions")
 
     def append(self, index: int, record: dict) -> None:
         rest = memoryview(json.dumps(self._asked(index) | record).encode() + b"\n")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bwsft.data.chat_template import Prompt
-from bwsft.decoding.result_file import ResultFile, result_file
+from bwsft.decoding.result_file import ResultFile, kept_answers
 from bwsft.evaluation import answer_files as files
 from bwsft.evaluation import answers as scoring
 from bwsft.evaluation.answer_files import Output, question_key
@@ -88,16 +88,13 @@ def evaluate(
         if options.model:
             kept = save.with_suffix(".answers.jsonl")
             questions = [asked for asked, _ in read.references.values()][: options.limit]
-            file = stack.enter_context(result_file(kept, resume=True))
-            answers = ResultFile(kept, file, run, questions, contents)
+            answers = stack.enter_context(kept_answers(kept, run, questions, contents))
             read = read._replace(outputs=_decoded(questions, decode, answers))
         result, records = _scored(options, read)
         result = {**made, **result, "settings": settings, "saved": str(save)}
         write_atomic(save, "".join(json.dumps({**made, **record}) + "\n" for record in records))
         if options.json:
             write_atomic(options.json, json.dumps(result, indent=2) + "\n")
-        if options.model:
-            kept.unlink()
     return result
 
 
@@ -166,17 +163,15 @@ def _nothing_joined(options: EvaluateOptions, outputs: list[Output], unused: lis
 
 def _decoded(questions: list[Prompt], decode: Decode, kept: ResultFile) -> list[Output]:
     """The answers that are kept, and those of the other questions, each kept as it comes."""
-    names, done = ("output", "tokens", "truncated", "passes"), len(kept.lines)
-    rows = [[json.loads(line)[name] for name in names] for line in kept.lines]
-    if done < len(questions):
-        news = zip(range(done, len(questions)), decode(questions, done), strict=False)
-        for index, (text, tokens, ended, passes) in news:
-            rows.append([text, tokens, not ended, passes])
-            kept.append(index, dict(zip(names, rows[-1], strict=True)))
-    if len(rows) != len(questions):
-        raise ValueError(f"the decoder gave {len(rows)} texts for {len(questions)} questions")
-    return [Output(question, text, tokens=tokens, truncated=truncated, passes=passes)
-            for question, (text, tokens, truncated, passes) in zip(questions, rows, strict=True)]
+
+    def following(done: int) -> Iterator[dict]:
+        for text, tokens, ended, passes in decode(questions, done):
+            yield {"output": text, "tokens": tokens, "truncated": not ended, "passes": passes}
+
+    records = zip(questions, kept.answers(following), strict=True)
+    return [Output(question, record["output"], tokens=record["tokens"],
+                   truncated=record["truncated"], passes=record["passes"])
+            for question, record in records]
 
 
 def score(outputs: list[Output], task: str, verifier: MathVerifier | None = None) -> list[dict]:

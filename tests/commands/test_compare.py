@@ -13,6 +13,7 @@ from bwsft.commands.speed_curve import curves
 from bwsft.data import word_problems
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.result import Commit, Generation
+from bwsft.decoding.result_file import ResultFile
 from bwsft.decoding.settings import DecoderOptions
 from bwsft.evaluation.pass_at_1 import EvaluateOptions, evaluate
 from bwsft.utils.flops import flop_counter
@@ -104,6 +105,43 @@ def test_the_curve_of_each_mode_over_thresholds(capsys, tmp_path):
         assert result["aup"][mode] == pytest.approx(aup([*points[mode].values()], best))
         assert f"(AUP), {mode}: {result['aup'][mode]:.1f}" in shown
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_comparison_goes_on(questions, model_folder, monkeypatch, capsys):
+    """Every answer is kept as it comes; what they cost is known of modes that ran in one go."""
+    model, folder = str(model_folder()), questions.parent
+    words = ["compare", "--model", model, "--data", str(questions), "--modes", "cached,exact",
+             *WORDS, "--batch-size", "1", "--json"]  # fmt: skip
+    assert main([*words, "whole.json"]) == 0
+    whole = json.loads((folder / "whole.json").read_text())
+    assert not list((folder / "runs/compare").iterdir())
+    appended, decode, began = ResultFile.append, Decoder.answers, []
+
+    def killed(kept, index, record):
+        if index == 6:
+            raise KeyboardInterrupt
+        appended(kept, index, record)
+
+    monkeypatch.setattr(ResultFile, "append", killed)
+    assert main([*words, "c.json"]) == 130
+    (kept,) = (folder / "runs/compare").iterdir()
+    monkeypatch.setattr(ResultFile, "append", appended)
+    monkeypatch.setattr(
+        Decoder, "answers", lambda *a, **k: began.append(a[2]) or decode(*a, **k)
+    )
+    before = kept.read_bytes()
+    kept.write_bytes(before.replace(b'"data": "', b'"data": "0'))
+    assert main([*words, "c.json"]) == 2 and "written with other data" in capsys.readouterr().err
+    kept.write_bytes(before)
+    assert main([*words, "c.json"]) == 0
+    assert began == [2] and not kept.exists()
+    found = json.loads((folder / "c.json").read_text())
+    assert found["run"] == whole["run"] and found["identity"] == whole["identity"]
+    timed = {"flops", "seconds"}
+    for one, other in zip(found["modes"], whole["modes"], strict=True):
+        assert {k: one[k] for k in one.keys() - timed} == {k: other[k] for k in one.keys() - timed}
+    assert found["modes"][0]["flops"] == whole["modes"][0]["flops"]
+    assert found["modes"][1]["flops"] is found["modes"][1]["seconds"] is None
 
 
 def test_modes_are_measured_by_the_best_of_all():

@@ -1,19 +1,12 @@
 """The soak harness with three kills, and that it would notice: a torn file, a changed curve, a
-leftover. (All of it: python tests/training/soak.py --kills 50.)"""
+leftover. (All of it: python tests/kills.py --kills 50.)"""
 
-import importlib.util
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import jsonl
+import kills as soak
 import pytest
-
-spec = importlib.util.spec_from_file_location("soak", Path(__file__).with_name("soak.py"))
-soak = importlib.util.module_from_spec(spec)
-sys.modules["soak"] = soak  # dataclasses look their module up
-spec.loader.exec_module(soak)
 
 pytestmark = pytest.mark.slow
 

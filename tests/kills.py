@@ -1,6 +1,6 @@
 """Kill a training run again and again, and compare what is left with a run that nobody killed.
 
-    python tests/training/soak.py --kills 50 [--seed 0] [--context exact|cached|block_causal]
+    python tests/kills.py --kills 50 [--seed 0] [--context exact|cached|block_causal]
         [--processes 1]
 
 Every life of the run is a process of its own (torchrun's with --processes) that SIGKILL ends:
