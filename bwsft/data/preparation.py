@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from bwsft.utils.claims import lock_folder, locked
 from bwsft.utils.files import remove_folder, sweep
 from bwsft.utils.lines import say
 
-SHARD = 8192  # records
+SHARD = 4096  # records
 PER_WORKER = 8 << 20  # bytes of a source that pay for the start of another process
 MOST_WORKERS = 16
 # What decides how a record becomes token ids, beside the tokenizer.
@@ -94,7 +95,7 @@ def _make(
     with progress_bar(source) as bar:
         if place is not None and (count := workers(source.size)) > 1:
             job = {"source": place, "digest": source.digest, "parts": str(parts), "every": count}
-            _in_processes(job, template, options, bar)
+            _in_processes(job, source, template, options, bar)
         bar.reset(source.total)
         shards = list(write_shards(parts, source, template, options, SHARD, bar.update))
     found = joined(facts for _, facts in shards)
@@ -145,7 +146,10 @@ def tokenized(
 
 
 def _flatten(encoded: list[tuple[list, list]], sample_ids: Sequence[int]) -> list[np.ndarray]:
-    flat = [i for prompt, response in encoded for i in (*prompt, *response)]
+    flat = array("i")  # of 4 bytes, as the tokens' column
+    for prompt, response in encoded:
+        flat.extend(prompt)
+        flat.extend(response)
     lengths = [[len(pair[side]) for pair in encoded] for side in (0, 1)]
     columns = zip((flat, *lengths, sample_ids), token_cache.COLUMNS.values(), strict=True)
     return [np.array(column, dtype=dtype) for column, dtype in columns]
@@ -194,10 +198,10 @@ def workers(size: int) -> int:
 
 
 def _in_processes(
-    job: dict[str, Any], template: Template, options: DataOptions, bar: tqdm
+    job: dict[str, Any], source: sources.Source, template: Template, options: DataOptions, bar: tqdm
 ) -> None:
-    """Let as many processes as the job has parts make shards. One that fails ends them all: what is
-    wrong is found, and said, by this process, which makes what they leave."""
+    """Make shards in as many processes as the job has parts, of which this is one. One that fails
+    ends them all: what is wrong is found, and said, when this one makes what is left."""
     with tempfile.TemporaryDirectory() as words, contextlib.ExitStack() as stack:
         template.tokenizer.save_pretrained(words)
         job |= {
@@ -205,13 +209,16 @@ def _in_processes(
             "words": tokenizer_module.tokenizer_digest(template.tokenizer),
             "options": {name: getattr(options, name) for name in DECISIVE},
         }  # fmt: skip
-        running = [_start(job | {"first": first}, stack) for first in range(job["every"])]
-        for process in running:
+        others = [_start(job | {"first": first}, stack) for first in range(1, job["every"])]
+        for process in others:
             threading.Thread(target=_count, args=(process, bar), daemon=True).start()
-        while any(process.poll() is None for process in running):
-            if any(process.returncode for process in running):
-                return
-            time.sleep(0.05)
+        every, parts = job["every"], Path(job["parts"])
+        with contextlib.suppress(ValueError):
+            for _ in write_shards(parts, source, template, options, SHARD, bar.update, 0, every):
+                if any(process.poll() for process in others):
+                    return
+            for process in others:
+                process.wait()
 
 
 def _start(job: dict[str, Any], stack: contextlib.ExitStack) -> subprocess.Popen:

@@ -55,9 +55,11 @@ def shards_of_8(monkeypatch):
 def test_processes_make_the_same_file(source, tokenizer, tmp_path, shards_of_8, monkeypatch):
     alone, content = prepared(source, tokenizer, tmp_path / "alone")
     monkeypatch.setattr(preparation, "workers", lambda size: 3)
-    monkeypatch.setattr(preparation, "tokenized", None)  # in this process
+    here, tokenized = [], preparation.tokenized
+    monkeypatch.setattr(preparation, "tokenized", lambda *a: here.append(1) or tokenized(*a))
     together, same = prepared(source, tokenizer, tmp_path / "together")
     assert same == content and together.report == alone.report
+    assert len(here) == 5  # of 13
     monkeypatch.undo()
     whole, _ = prepared(source, tokenizer, tmp_path / "one shard")
     memory = load_set(jsonl.read(source), tokenizer, OPTIONS)

@@ -132,7 +132,7 @@ def test_a_model_is_decoded_before_scoring(tmp_path):
     assert result["tokens_per_forward"] == 1.3
     assert result["not_attempted"] == 1
 
-    with pytest.raises(ValueError, match="2 texts for 3 questions"):
+    with pytest.raises(ValueError, match="gave 2 answers to 3 questions"):
         evaluate(EvaluateOptions("gsm8k", model=tmp_path / "m", data=data), decode)
 
 

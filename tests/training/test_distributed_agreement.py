@@ -16,17 +16,19 @@ import pytest
 from tiny_ranks import arguments, environment, free_ports
 
 from bwsft.cli import main
-from bwsft.training import distributed
+from bwsft.training import distributed, setup
 
-pytestmark = pytest.mark.slow  # seven runs of two processes
+pytestmark = pytest.mark.slow  # eight runs of two processes
 
 
 def rank_main(rank, port, file):
     """One process: its commands, each with a process group of its own, then a long wait."""
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    cases = json.loads(Path(file).read_text())
+    cases, own = json.loads(Path(file).read_text()), setup.versions
     for number, (name, commands) in enumerate(cases.items()):
         os.environ["MASTER_PORT"] = str(int(port) + number)
+        other = {"torch": "0.1"} if name == "versions" and rank == "1" else {}
+        setup.versions = lambda other=other: own() | other
         for stream in (sys.stdout, sys.stderr):
             print(f"== {name}", file=stream, flush=True)
         print(f"status {main(commands[int(rank)])}", flush=True)
@@ -62,6 +64,7 @@ def said(tmp_path_factory, tokenizer_folder, data_file):
         "records": case("records", data=other),
         "template": case("template", tokenizer=words),
         "base": case("base"),
+        "versions": case("versions"),
         "lost": case("lost", data=folder / "missing.jsonl"),
     }
     for number, model in enumerate(bases(folder, tokenizer_folder)):
@@ -116,6 +119,7 @@ def bases(folder, tokenizer_folder):
     ("records", "data '"),
     ("template", "tokenizer '"),
     ("base", "base '"),
+    ("versions", "torch '0.1', process 0 has '"),
 ])
 def test_the_first_difference_is_named_with_its_rank(said, name, field):
     found, _, folder = said
