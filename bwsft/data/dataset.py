@@ -135,11 +135,11 @@ def _filter(
 ) -> TokenizedSet:  # fmt: skip
     totals = arrays["prompt_lengths"] + arrays["response_lengths"]  # [all well-formed records]
     dropped, first = dict(facts["dropped"]), dict(facts["first"])
-    numbers = arrays["sample_ids"] & ((1 << TURN_BIT) - 1)
 
     def drop(which: np.ndarray, reason: str) -> None:
         if len(which):
-            dropped[reason], first[reason] = len(which), f"record {numbers[which[0]] + 1}"
+            number = int(arrays["sample_ids"][which[0]]) & ((1 << TURN_BIT) - 1)
+            dropped[reason], first[reason] = len(which), f"record {number + 1}"
 
     fits = totals <= options.max_length
     keep = np.flatnonzero(fits)
@@ -170,8 +170,10 @@ def _filter(
         "lengths": {part: _quantiles(values) for part, values in lengths.items()},
     }
     limits = f"{facts['digest']} max_length {options.max_length}"
+    starts = np.cumsum(totals)
+    starts -= totals  # in place: there may be millions
     return TokenizedSet(
-        tokens=arrays["tokens"], starts=(np.cumsum(totals) - totals)[keep], prompt_lengths=prompts,
+        tokens=arrays["tokens"], starts=starts[keep], prompt_lengths=prompts,
         response_lengths=responses, sample_ids=arrays["sample_ids"][keep], end_ids=end_ids,
         fingerprint=hashlib.sha256(limits.encode()).hexdigest(), report=report,
     )  # fmt: skip

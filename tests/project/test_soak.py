@@ -15,9 +15,9 @@ def test_nothing_is_lost_and_nothing_is_silent(tmp_path, seed):
 
 
 @pytest.mark.parametrize(("module", "guard", "broken", "event", "word"), [
-    (claims, "NOT_THROUGH", 0, "in_the_way", "touched"),
-    (contents, "refuse_other", lambda *args: None, "changed", "differs|left|differ"),
-    (folders, "problems", lambda *args, **more: None, "damaged", "traceback|differ"),
+    (claims, "NOT_THROUGH", 0, "in_the_way", "touched|took"),
+    (contents, "refuse_other", lambda *args: None, "changed", "metrics|differ|another result"),
+    (folders, "problems", lambda *args, **more: None, "damaged", "metrics|differ|traceback"),
 ])  # fmt: skip
 def test_it_notices_a_broken_guard(tmp_path, monkeypatch, module, guard, broken, event, word):
     """The commands are forked from this process, so that they have the broken one too."""
