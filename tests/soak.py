@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jsonl
-from kills import Failed, curves, end_state, first_difference
+from kills import Failed, curves, end_state, first_difference, newest
 from tiny_ranks import free_ports
 from tiny_tokenizer import byte_tokenizer
 from tqdm import tqdm
@@ -338,11 +338,10 @@ class Soak:
         """Other weights, another bit, or another record under the same name, in the middle."""
         command = self.any_command()
         life = self.start(command)
-        begun = self.place / "run/checkpoints" if command == self.train else self.place
-        while not life.ended() and not self.begun(begun):
+        while not life.ended() and not self.begun(command):
             time.sleep(0.002)
         life.send(signal.SIGKILL)
-        if not life.wait() or not self.begun(begun):
+        if not life.wait() or not self.begun(command):
             return  # it was quicker
         how = self.rng.choice(("weights", "bit", "record"))
         if how == "weights":
@@ -359,11 +358,12 @@ class Soak:
         if not life.wait():  # what changed does not matter to it, or it matters and is seen
             self.check(command)
 
-    def begun(self, place: Path) -> bool:
-        """Whether a checkpoint, or an answer, is there."""
-        files = list(place.rglob("*/manifest.json" if place.name == "checkpoints" else "*.jsonl"))
-        files += (self.folder / "runs").rglob("*.jsonl") if place == self.place else []
-        return any(f.stat().st_size for f in files)
+    def begun(self, command: Callable[[], list]) -> bool:
+        """Whether a whole checkpoint, or an answer, is kept."""
+        if command == self.train:
+            return newest(self.place / "run") > 0
+        kept = [*self.place.rglob("*.jsonl"), *(self.folder / "runs").rglob("*.jsonl")]
+        return any(file.read_bytes().endswith(b"\n") for file in kept)
 
     def flip(self, path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -373,7 +373,7 @@ class Soak:
     def damaged(self) -> None:
         """A bit of a checkpoint, of the config or of the token cache, in a run that was killed."""
         life = self.start(self.train)
-        while not life.ended() and not self.begun(self.place / "run/checkpoints"):
+        while not life.ended() and not self.begun(self.train):
             time.sleep(0.002)
         time.sleep(self.moment() / 4)
         life.send(signal.SIGKILL)
