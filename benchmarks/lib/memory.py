@@ -1,4 +1,4 @@
-"""Peak memory of a variant, above what its inputs take."""
+"""Peak memory of a variant, above what its inputs take: resident bytes, or those of tensors."""
 
 import argparse
 import ctypes
@@ -6,10 +6,12 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from lib.harness import Result, Step, attempt, synchronize
+from torch.profiler import ProfilerActivity, profile
 
 SMALL = 256 << 20  # bytes of a peak in which megabytes count
 RUNS = 3
@@ -75,3 +77,17 @@ def _resident(peak: bool = False, reset: bool = False) -> int:
         if line.startswith(wanted):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {wanted}")
+
+
+def tensor_bytes(run: Callable[[], object]) -> int:
+    """Most bytes that tensors on the CPU take in a run beyond what was there before, as torch's
+    profiler sees its allocator: those inside of operators too, and nothing of the process beside
+    them. What was there before and goes meanwhile is not seen."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most

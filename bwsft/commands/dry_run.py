@@ -3,77 +3,60 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections import Counter
+import itertools
+import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bwsft import config as c
-from bwsft.checkpoints.resolve import TINY
-from bwsft.data.packing import Example, pack
-from bwsft.models.backbone import Backbone, trainable
-from bwsft.models.families import Facts, read_config
-from bwsft.models.hollow import hollow_backbone, layer_kinds, with_layers
-from bwsft.models.llada_config import LladaConfig
-from bwsft.models.weight_files import read_json
+from bwsft.commands.card_memory import (
+    FILLED,
+    alternatives,
+    fits,
+    flags_of,
+    in_words,
+    peak_of,
+    settings_that_fit,
+)
+from bwsft.commands.hollow_run import (
+    by_layers,
+    countable,
+    is_on_a_card,
+    mode_of,
+    nominal,
+    nominal_batch,
+    shape_of,
+)
+from bwsft.models.backbone import Backbone
 from bwsft.objectives.base import Place
-from bwsft.objectives.blockwise import Blockwise
-from bwsft.objectives.classical import Classical
-from bwsft.presets import is_for_a_gpu
-from bwsft.training.context_modes import make_mode
-from bwsft.training.run_data import layout_of
+from bwsft.utils.devices import pick_device
 from bwsft.utils.flops import flop_counter
 from bwsft.utils.lines import say
 
-OBJECTIVES = {"blockwise": Blockwise, "classical": Classical}
+WAYS = 3  # settings that fit, of which a dry run tells
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a step on one sequence takes, and the model."""
+    """What a step on one sequence takes."""
 
     tokens: int
     """Tokens that run through the layers, a context pass included."""
     flops: int
-    kept: int
-    """Most bytes that a forward keeps for its backward, weights aside."""
-    weights: int
-    """Bytes of weights, and of the gradients and two moments of the trained ones, which are
-    float32."""
 
 
-class Kept:
-    """Adds up what autograd saves, each storage once."""
-
-    def __init__(self, backbone: Backbone):
-        self.weights = {p.untyped_storage()._cdata for p in backbone.parameters()}
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    def save(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in self.weights:
-            self.storages[storage._cdata] = storage
-        return x
-
-    def take(self) -> int:
-        """The bytes since the last call."""
-        kept = sum(storage.nbytes() for storage in self.storages.values())
-        self.storages.clear()
-        return kept
-
-
-def print_cost(config: c.Config) -> None:
-    """Print what the run `config` costs on nominal sequences, half of max_length prompt. ValueError
-    for an objective or a model that this cannot count."""
-    config, shape = countable(config), shape_of(config)
-    counted = count(config, shape)
+def print_cost(config: c.Config, memory: str | None = None) -> None:
+    """Print what the run `config` costs on nominal sequences, half of max_length prompt, and which
+    settings fit `memory` (as 24GiB; None: the device's own) if it does not. ValueError for an
+    objective or a model that this cannot count."""
+    config = countable(config)
+    shape, room = shape_of(config), room_of(config, memory)
+    counted, peak = count(config, shape), peak_of(config, shape)
     batch, steps, (prompt, canvas) = config.batch_size, config.steps, nominal(config)
-    supervised, kept = batch * masked(config), config.micro_batch_size * counted.kept
+    supervised = batch * masked(config)
     lines = {
         "sequences": f"{batch:,} an update, {config.micro_batch_size:,} at a time, of nominally "
         f"{prompt:,} + {canvas:,} tokens; {steps:,} updates",
@@ -83,48 +66,69 @@ def print_cost(config: c.Config) -> None:
         "FLOPs": f"{batch * counted.flops / 1e12:,.3g} T an update, "
         f"{steps * batch * counted.flops / 1e15:,.3g} P in all, "
         f"{batch * counted.flops / supervised / 1e9:,.3g} G per supervised token",
-        "memory": f"{counted.weights / 1e9:,.3g} GB of weights, gradients and moments, and "
-        f"{kept / 1e9:,.3g} GB kept for backward",
+        "memory": in_words(peak),
     }
     for name, text in lines.items():
         say(f"{name}: {text}")
+    if room is None:
+        return
+    if sum(peak.values()) <= FILLED * room:
+        say(f"card: it fits {room / 2**30:.1f} GiB, with a tenth to spare")
+        return
+    say(f"card: {room / 2**30:.1f} GiB, of which a tenth is to stay free, are too few; what fits:")
+    for way in some_that_fit(config, shape, room, WAYS):
+        say(f"  {flags_of(way, config)}: {in_words(peak_of(way, shape))}")
 
 
-def countable(config: c.Config) -> c.Config:
-    """The config with nominal lengths where the data would decide. ValueError for an objective that
-    is not counted."""
-    if config.objective.name not in OBJECTIVES or config.objective.blocks in ("each", "all"):
+def fitted(config: c.Config, memory: str | None) -> c.Config:
+    """The run with the settings that change least of those that fit `memory`, as print_cost has
+    it, which it says. ValueError where none do."""
+    room, plain = room_of(config, memory), countable(config)
+    if room is None:
+        raise ValueError("--fit: no CUDA device is here; say what is to be fitted, as in "
+                         "--memory 24GiB")
+    shape, (prompt, canvas) = shape_of(plain), nominal(plain)
+    sizes = f"{room / 2**30:.1f} GiB, for sequences of {prompt:,} + {canvas:,} tokens"
+    if fits(plain, shape, room):
+        say(f"--fit: the settings fit {sizes}, as they are")
+        return config
+    (way,) = some_that_fit(plain, shape, room, 1)
+    say(f"--fit takes {flags_of(way, plain)}, which fits {sizes}")
+    names = ("micro_batch_size", "grad_checkpointing", "lora")
+    return dataclasses.replace(config, **{name: getattr(way, name) for name in names})
+
+
+def some_that_fit(config: c.Config, shape: Any, room: int, number: int) -> list[c.Config]:
+    """Up to so many of settings_that_fit, one at least: else ValueError with what is needed."""
+    found = list(itertools.islice(settings_that_fit(config, shape, room), number))
+    if not found:
+        *_, last = (way for ways in alternatives(config) for way in ways)
+        least = peak_of(dataclasses.replace(last, micro_batch_size=1), shape)
         raise ValueError(
-            f"--dry-run counts {' and '.join(OBJECTIVES)} SFT on one block, or all, at a visit: "
-            "see bwsft experiment table --dry-run for the others"
+            f"no settings fit {room / 2**30:.1f} GiB, of which a tenth is to stay free: with "
+            f"{flags_of(last, config)} one sequence at a time takes {in_words(least)}. Take a "
+            "smaller --model, or shorter --max-length and --gen-length"
         )
-    plain, size = c.Config(), config.block_size
-    gen = config.gen_length or -(-plain.gen_length // size) * size
-    return dataclasses.replace(
-        config, gen_length=gen, max_length=config.max_length or 2 * gen,
-        dataset=dataclasses.replace(config.dataset, canvas="fixed"),
-    )  # fmt: skip
+    return found
 
 
-def shape_of(config: c.Config) -> Any:
-    """The model's config: a folder's, the embedded base's, or LLaDA-8B's for a LLaDA of the Hub,
-    which is not looked up. Where config.json lacks [MASK] or an end token, their ids change no
-    count. ValueError for another name than a folder's."""
-    folder = Path(config.model) if config.model else TINY
-    if not folder.is_dir():
-        if "llada" in folder.name.lower():
-            return LladaConfig()
-        raise ValueError(
-            f"--dry-run asks no Hub: hf download {config.model} config.json --local-dir DIR, then "
-            "--model DIR"
-        )
-    last = read_json(folder / "config.json").get("vocab_size", 1) - 1
-    return read_config(folder, Facts(last, config.logit_shift, last))
+def room_of(config: c.Config, memory: str | None) -> int | None:
+    """Bytes of a memory as it is said, else of the CUDA device here, if the run is for one."""
+    if memory is not None:
+        return parse_bytes(memory)
+    if not (is_on_a_card(config) and torch.cuda.is_available()):
+        return None
+    return torch.cuda.get_device_properties(pick_device(config.device)).total_memory
 
 
-def nominal(config: c.Config) -> tuple[int, int]:
-    """(prompt, response) of a nominal sequence."""
-    return max(config.max_length - config.gen_length, 1), config.gen_length
+def parse_bytes(text: str) -> int:
+    """24GiB, 80GB or 512MiB as bytes. ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GM])(i?)B", text)
+    if found is None:
+        raise ValueError(f"--memory {text:.80}: say it as 24GiB, 80GB or 512MiB")
+    number, letter, binary = found.groups()
+    return round(float(number) * (1024 if binary else 1000) ** "MG".index(letter) *
+                 (2**20 if binary else 10**6))
 
 
 def masked(config: c.Config) -> float:
@@ -136,44 +140,16 @@ def masked(config: c.Config) -> float:
     return config.draws_per_context * (config.gen_length if whole else config.block_size) / 2
 
 
-def dtype_of(config: c.Config) -> torch.dtype:
-    """Of the weights as training on the device that the preset is for would have them."""
-    return torch.bfloat16 if is_for_a_gpu(config) and config.lora.rank else torch.float32
-
-
 def count(config: c.Config, shape: Any) -> Counted:
-    """All of it, for a model's config: told from its first two layers, and from what a third one of
-    each kind adds."""
-    first, rest = (kinds := layer_kinds(shape))[:2], Counter(kinds[2:])
-    total = two = np.array(counted(config, shape, first))
-    for kind, number in rest.items():
-        total = total + number * (np.array(counted(config, shape, [*first, kind])) - two)
-    return Counted(*total.tolist())
+    """What a step on one nominal sequence takes, for a model's config."""
+    return Counted(*by_layers(config, shape, step_of).tolist())
 
 
-def counted(config: c.Config, shape: Any, kinds: list[str]) -> tuple[int, ...]:
-    """The fields of Counted, of one sequence through layers of these kinds."""
-    backbone = hollow_backbone(with_layers(shape, kinds), dtype_of(config), config.lora)
-    backbone.set_gradient_checkpointing(config.grad_checkpointing)
-    return dataclasses.astuple(step_of(config, backbone))
-
-
-def step_of(config: c.Config, backbone: Backbone) -> Counted:
-    """What a step on one nominal sequence takes."""
-    objective = OBJECTIVES[config.objective.name].of(config, backbone.family)
-    mode = make_mode(config, backbone.family, backbone, objective, torch.device("cpu"))
-    if is_for_a_gpu(config):
-        half = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-        mode = dataclasses.replace(mode, autocast=half)
-    rows = [np.zeros(length, dtype=np.int64) for length in nominal(config)]
-    batch = pack([Example(*rows, 0)], layout_of(config, backbone.family))
-    kept, most, tokens, run = Kept(backbone), 0, [], backbone.run_layers
+def step_of(config: c.Config, backbone: Backbone) -> np.ndarray:
+    """The fields of Counted, of one nominal sequence."""
+    batch, tokens, run = nominal_batch(config, backbone, 1), [], backbone.run_layers
     backbone.run_layers = lambda ids, *rest: tokens.append(len(ids)) or run(ids, *rest)
     with flop_counter() as flops:
-        with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda x: x):
-            for loss in mode.losses(batch, Place(0, 0, 1, batch.ids.numel())):
-                most = max(most, kept.take())
-                loss.total.backward()
-    held = sum(p.nbytes for p in backbone.parameters())
-    held += sum(3 * p.nbytes for p in trainable(backbone).values())
-    return Counted(sum(tokens), flops.get_total_flops(), most, held)
+        for loss in mode_of(config, backbone).losses(batch, Place(0, 0, 1, batch.ids.numel())):
+            loss.total.backward()
+    return np.array([sum(tokens), flops.get_total_flops()])

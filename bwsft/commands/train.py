@@ -34,6 +34,11 @@ class TrainFlags(c.Config):
     """Print all settings as a YAML file for --config, and end."""
     dry_run: bool = False
     """Print tokens, FLOPs and memory of a run on sequences of nominal length, and end."""
+    memory: str | None = None
+    """With --dry-run or --fit: what the run must fit, as 24GiB; none: the CUDA device's own."""
+    fit: bool = False
+    """Take settings that fit: fewer sequences at a time, else --grad-checkpointing, nf4 or a lower
+    rank too."""
 
 
 def parse_train(argv: list[str]) -> c.Config:
@@ -61,13 +66,26 @@ def parse_train(argv: list[str]) -> c.Config:
     names = [field.name for field in dataclasses.fields(c.Config)]
     config = c.Config(**{name: getattr(flags, name) for name in names})
     c.validate(config)
+    return after_counting(config, flags)
+
+
+def after_counting(config: c.Config, flags: TrainFlags) -> c.Config:
+    """The config, with settings that fit if that is asked for. SystemExit after --print-config and
+    --dry-run."""
+    if flags.memory is not None and not (flags.fit or flags.dry_run):
+        raise ValueError("--memory is for --fit, which takes settings, or --dry-run, which names "
+                         "them: add one")
+    if flags.fit:
+        from bwsft.commands.dry_run import fitted
+
+        config = fitted(config, flags.memory)
     if flags.print_config:
         say(config_file.text(config), end="")
         raise SystemExit(0)
     if flags.dry_run:
         from bwsft.commands.dry_run import print_cost
 
-        print_cost(config)
+        print_cost(config, flags.memory)
         raise SystemExit(0)
     return config
 

@@ -25,7 +25,7 @@ COMMON = {
     "progress": ("eval-every",),
 }  # fmt: skip
 OWN = ("--config", "--print-config", "--no-print-config", "--dry-run",
-       "--no-dry-run", "--help", "--help-all", "-h")
+       "--no-dry-run", "--memory", "--fit", "--no-fit", "--help", "--help-all", "-h")
 OLD_FLAGS = {"--objective.mdlm.normalise": "--objective.mdlm.normalize"}  # old spelling
 # What other trainers call a setting -> its name here.
 ELSEWHERE = {

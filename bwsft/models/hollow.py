@@ -4,10 +4,15 @@ machine."""
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import ModuleType
+from typing import Any
 
+import bwsft_kernels
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 from transformers.configuration_utils import PreTrainedConfig
 
 from bwsft.config import LoraConfig
@@ -15,6 +20,10 @@ from bwsft.models.backbone import Backbone
 from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.lora import add_lora
 from bwsft.models.support import MIXTURES
+
+# nf4 with doubly quantized scales: half a byte a number, a byte for each 64 of them, and four for
+# each 256 of those.
+NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
 
 
 def meta_backbone(config: PreTrainedConfig, dtype: torch.dtype) -> Backbone:
@@ -50,6 +59,52 @@ def hollow_backbone(
             if buffer is not None:
                 module._buffers[name] = like(buffer, fake)
     return backbone.train()
+
+
+def as_on_a_card(backbone: Backbone, fused: bool, nf4: bool) -> None:
+    """Let a hollow model take the memory that it takes on a CUDA device: small operations in one
+    kernel each (LLaDA's, if fused), adapters that cast no input (models.lora), and frozen matrices
+    in nf4 (models.quantization). Its tensors stay on the CPU."""
+    kernels = ModuleType("kernels")
+    for name in ("rms_norm", "rotary", "swiglu"):  # which "auto" takes apart on a CPU
+        setattr(kernels, name, partial(getattr(bwsft_kernels, name), impl="triton"))
+    head = backbone.head()[0]
+    for module in backbone.modules():
+        if fused and hasattr(module, "fused_ops"):
+            module.fused_ops = kernels
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+        frozen = type(module) is nn.Linear and not module.weight.requires_grad
+        if nf4 and frozen and module.weight is not head:
+            quantize_hollow(module)
+
+
+def quantize_hollow(linear: nn.Linear) -> None:
+    """A matrix that takes the bytes of nf4, and is widened in each forward and each backward."""
+    weight, bias = linear.weight, linear.bias
+    size = torch.empty(round(weight.numel() * NF4_BYTES), dtype=torch.uint8, device="meta")
+    linear.weight = nn.Parameter(like(size, weight.fake_mode), requires_grad=False)
+    options = {"size": weight.shape, "dtype": weight.dtype}
+    linear.forward = lambda x: Widened.apply(x, linear.weight, bias, options)
+
+
+class Widened(torch.autograd.Function):
+    """x times a matrix that is made of its packed bytes, and made again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.options = options
+        matrix = packed.new_empty(**options)
+        return torch.nn.functional.linear(x.to(matrix.dtype), matrix, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (packed,) = ctx.saved_tensors
+        return grad @ packed.new_empty(**ctx.options), None, None, None
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:

@@ -27,11 +27,13 @@ def _triton_is_there() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def small_ops(choice: str, x: Tensor) -> ModuleType:
-    """The module to take rms_norm, rotary and swiglu from: ``bwsft_kernels`` fuses them ("on"), its
-    ``torch_ops`` do not ("off"). "auto" fuses on CUDA where triton is installed, but not under
-    torch.compile and export, which fuse plain torch themselves, with what stands around it; an
-    operator of ours they would take whole."""
+def small_ops(choice: str | ModuleType, x: Tensor) -> ModuleType:
+    """The module to take rms_norm, rotary and swiglu from, itself or by a word: ``bwsft_kernels``
+    fuses them ("on"), its ``torch_ops`` do not ("off"). "auto" fuses on CUDA where triton is
+    installed, but not under torch.compile and export, which fuse plain torch themselves, with what
+    stands around it; an operator of ours they would take whole."""
+    if isinstance(choice, ModuleType):
+        return choice
     if choice == "auto":
         fuse = not torch.compiler.is_compiling() and x.is_cuda and _triton_is_there()
     else:
@@ -42,7 +44,7 @@ def small_ops(choice: str, x: Tensor) -> ModuleType:
 class LladaRMSNorm(nn.Module):
     """Normalize in at least float32, cast back, then scale: the official rounding points."""
 
-    fused_ops: str = "auto"
+    fused_ops: str | ModuleType = "auto"
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -66,7 +68,7 @@ class LladaBlock(nn.Module):
     What the MLP adds goes to the next layer beside x, so that its norm can add it in one pass.
     """
 
-    fused_ops: str = "auto"
+    fused_ops: str | ModuleType = "auto"
 
     def __init__(self, config: LladaConfig, layer: int):
         super().__init__()

@@ -11,9 +11,12 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import Parameter
 
 from ._ops import add_op_namespace_prefix, ops
+
+BODIES: dict[OpOverload, Callable] = {}  # operator -> what it runs
 
 
 def operator(
@@ -31,12 +34,14 @@ def operator(
     if backward is None:
         setup_context, backward = _ignore, _refuse_derivative(name)
     refuse_vmap = _refuse_vmap(name)
+    whole = _apart(_filled(body))
     registered = torch.library.custom_op(
-        add_op_namespace_prefix(name), _apart(_filled(body)), mutates_args=(), schema=schema)
+        add_op_namespace_prefix(name), whole, mutates_args=(), schema=schema)
     registered.register_fake(_filled(fake))
     registered.register_autograd(backward, setup_context=setup_context)
     registered.register_vmap(refuse_vmap)
     op = getattr(ops, name).default
+    BODIES[op] = whole
 
     def forward(ctx, *args):
         out = body(*args)

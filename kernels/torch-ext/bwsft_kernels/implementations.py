@@ -1,8 +1,13 @@
 """Which implementation each public function takes on a device, and why."""
 
+from collections.abc import Callable
+
 import torch
+from torch._ops import OpOverload
 
 from ._dispatch import import_triton, obstacle
+from ._linear_cross_entropy_args import GPU_BYTES as GPU_BYTES
+from ._operator import BODIES
 
 # Function -> the file of its Triton kernels.
 KERNELS = {
@@ -28,3 +33,8 @@ def implementations(device: torch.device, dtype: torch.dtype) -> dict[str, tuple
         else:
             found[function] = "Triton", f"{device.type} and triton are there"
     return found
+
+
+def body_of(operator: OpOverload) -> Callable | None:
+    """What an operator of the package runs, for who looks into it; None for one of torch."""
+    return BODIES.get(operator)

@@ -1,0 +1,116 @@
+"""A run on a model without values: what `bwsft train --dry-run` counts on.
+
+The batch, the context mode and the objective are those of a run; the sequences are nominal. Layers
+of one kind take the same, so that two and a third one of each tell what all take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bwsft import config as c
+from bwsft.checkpoints.resolve import TINY
+from bwsft.data.packing import Batch, Example, pack
+from bwsft.models.backbone import Backbone
+from bwsft.models.families import Facts, read_config
+from bwsft.models.hollow import as_on_a_card, hollow_backbone, layer_kinds, with_layers
+from bwsft.models.llada_config import LladaConfig
+from bwsft.models.weight_files import read_json
+from bwsft.objectives.blockwise import Blockwise
+from bwsft.objectives.classical import Classical
+from bwsft.presets import is_for_a_gpu
+from bwsft.training.context_modes import ContextMode, make_mode
+from bwsft.training.run_data import layout_of
+
+OBJECTIVES = {"blockwise": Blockwise, "classical": Classical}
+
+
+def countable(config: c.Config) -> c.Config:
+    """The config with nominal lengths where the data would decide. ValueError for an objective that
+    is not counted."""
+    if config.objective.name not in OBJECTIVES or config.objective.blocks in ("each", "all"):
+        raise ValueError(
+            f"--dry-run counts {' and '.join(OBJECTIVES)} SFT on one block, or all, at a visit: "
+            "see bwsft experiment table --dry-run for the others"
+        )
+    plain, size = c.Config(), config.block_size
+    gen = config.gen_length or -(-plain.gen_length // size) * size
+    return dataclasses.replace(
+        config, gen_length=gen, max_length=config.max_length or 2 * gen,
+        dataset=dataclasses.replace(config.dataset, canvas="fixed"),
+    )  # fmt: skip
+
+
+def shape_of(config: c.Config) -> Any:
+    """The model's config: a folder's, the embedded base's, or LLaDA-8B's for a LLaDA of the Hub,
+    which is not looked up. Where config.json lacks [MASK] or an end token, their ids change no
+    count. ValueError for another name than a folder's."""
+    folder = Path(config.model) if config.model else TINY
+    if not folder.is_dir():
+        if "llada" in folder.name.lower():
+            return LladaConfig()
+        raise ValueError(
+            f"--dry-run asks no Hub: hf download {config.model} config.json --local-dir DIR, then "
+            "--model DIR"
+        )
+    last = read_json(folder / "config.json").get("vocab_size", 1) - 1
+    return read_config(folder, Facts(last, config.logit_shift, last))
+
+
+def nominal(config: c.Config) -> tuple[int, int]:
+    """(prompt, response) of a nominal sequence."""
+    return max(config.max_length - config.gen_length, 1), config.gen_length
+
+
+def is_on_a_card(config: c.Config) -> bool:
+    """Whether the run is one for a CUDA device."""
+    return config.device.startswith("cuda") or config.device == "auto" and is_for_a_gpu(config)
+
+
+def nominal_batch(config: c.Config, backbone: Backbone, size: int) -> Batch:
+    """So many nominal sequences, packed."""
+    rows = [np.zeros(length, dtype=np.int64) for length in nominal(config)]
+    examples = [Example(*rows, number) for number in range(size)]
+    return pack(examples, layout_of(config, backbone.family))
+
+
+def mode_of(config: c.Config, backbone: Backbone) -> ContextMode:
+    """The run's context mode, in bf16 where it is on a card."""
+    objective = OBJECTIVES[config.objective.name].of(config, backbone.family)
+    mode = make_mode(config, backbone.family, backbone, objective, torch.device("cpu"))
+    if not is_on_a_card(config):
+        return mode
+    half = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    return dataclasses.replace(mode, autocast=half)
+
+
+def model_of(config: c.Config, shape: Any, kinds: list[str]) -> Backbone:
+    """The hollow model of the run, with layers of these kinds."""
+    card = is_on_a_card(config)
+    dtype = torch.bfloat16 if card and config.lora.rank else torch.float32
+    backbone = hollow_backbone(with_layers(shape, kinds), dtype, config.lora)
+    if card:
+        as_on_a_card(backbone, config.fused_ops != "off", config.lora.quantize is not None)
+    backbone.set_gradient_checkpointing(config.grad_checkpointing)
+    return backbone
+
+
+def by_layers(
+    config: c.Config, shape: Any, numbers: Callable[[c.Config, Backbone], np.ndarray]
+) -> np.ndarray:
+    """The numbers of a run on the whole model of a config: told from its first two layers, and from
+    what a third one of each kind adds."""
+    first, rest = (kinds := layer_kinds(shape))[:2], Counter(kinds[2:])
+    total = two = numbers(config, model_of(config, shape, first))
+    for kind, number in rest.items():
+        three = numbers(config, model_of(config, shape, [*first, kind]))
+        total = total + number * (three - two)
+    return total
