@@ -1,0 +1,287 @@
+"""DiffusionGemma: parity, FLOPs and memory of one-pass training, as results/diffusion_gemma.md.
+
+python benchmarks/diffusion_gemma.py [--out FILE]
+
+Compared with the example of TRL as published descriptions have it, written anew here: one canvas of
+each row, the whole clean row through the encoder, later tokens hidden from the decoder by a mask,
+full logits of the canvas and of every clean token, and in half of the steps a first pass of the
+decoder whose prediction the second one sees. A random model of small size is measured; the same
+cost is then counted for the sizes of the published class.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from bwsft_kernels import linear_cross_entropy
+from lib.memory import tensor_bytes
+from roofline import write_page
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DynamicCache
+
+from bwsft.data.packing import Batch
+from bwsft.models.diffusion_gemma import DiffusionGemmaBackbone
+from bwsft.objectives.base import Place
+from bwsft.training.canvases import canvas_mode
+from bwsft.utils.flops import flop_counter
+
+PROMPT, CANVASES, CAP, AR_WEIGHT = 256, 8, 30.0, 0.5
+ROWS, WIDTH = 1024, 64  # of the loss whose memory is measured
+SMALL = MappingProxyType(dict(
+    vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=6,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, global_head_dim=32,
+    num_global_key_value_heads=1, num_experts=8, top_k_experts=2, moe_intermediate_size=48,
+    sliding_window=96, max_position_embeddings=4096,
+))  # fmt: skip
+# The published class' own defaults, and experts as a comment in it has them: 26B, of which 4B run.
+LARGE = MappingProxyType(dict(
+    vocab_size=262_144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=256, global_head_dim=512,
+    num_global_key_value_heads=2, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+))  # fmt: skip
+
+
+def small_model(canvas: int) -> DiffusionGemmaForBlockDiffusion:
+    """A random model whose weights are all frozen but those of the attention."""
+    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                  num_key_value_heads=1, head_dim=8, patch_size=4)  # fmt: skip
+    config = DiffusionGemmaConfig(
+        text_config=dict(SMALL), canvas_length=canvas,
+        vision_config={"model_type": "gemma4_vision"} | vision,
+    )  # fmt: skip
+    config._experts_implementation = "eager"  # whose products torch counts
+    torch.manual_seed(0)
+    model = DiffusionGemmaForBlockDiffusion(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("self_attn.q_proj" in name)
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def small_batch(canvas: int) -> Batch:
+    """One example: a prompt and whole canvases of random tokens."""
+    length = PROMPT + CANVASES * canvas
+    one = torch.zeros(1, dtype=torch.long)
+    ids = torch.randint(2, SMALL["vocab_size"], (length,), generator=torch.manual_seed(1))
+    return Batch(
+        ids=ids, cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+        prompt_lengths=one + PROMPT, response_lengths=one + CANVASES * canvas, sample_ids=one,
+        position_ids=torch.arange(length), visits=one, max_length=length,
+    )  # fmt: skip
+
+
+def example_step(
+    model: DiffusionGemmaForBlockDiffusion, ids: Tensor, start: int, canvas: int,
+    conditioned: bool,
+) -> Tensor:  # fmt: skip
+    """The loss of the canvas that begins at `start` in a row, ids [L], and of the encoder."""
+    noisy = torch.randint(0, SMALL["vocab_size"], (1, canvas))
+    positions = torch.arange(start, start + canvas)[None]
+    cache = DynamicCache(config=model.config.text_config)
+    encoded = model.model.encoder(input_ids=ids[None], cache=cache).last_hidden_state
+    kept = [layer.keys.shape[-2] for layer in cache.layers]
+    seen = torch.arange(len(ids)) < start  # and the canvas, of which nothing is hidden
+    types = model.config.text_config.layer_types
+    masks = {
+        kind: torch.cat([seen[-kept[types.index(kind)] :], torch.ones(canvas, dtype=torch.bool)])
+        .expand(1, 1, canvas, -1) for kind in set(types)
+    }  # fmt: skip
+    given = {"decoder_input_ids": noisy, "decoder_position_ids": positions, "cache": cache,
+             "decoder_attention_mask": masks}  # fmt: skip
+    said = None
+    if conditioned:
+        with torch.no_grad():
+            said = model(**given).logits
+    logits = model(**given, self_conditioning_logits=said).logits
+    clean = CAP * torch.tanh(model.lm_head(encoded).float() / CAP)
+    loss = cross_entropy(logits[0], ids[start : start + canvas])
+    return loss + AR_WEIGHT * cross_entropy(clean[0, :-1], ids[1:])
+
+
+def counted(canvas: int) -> tuple[float, float]:
+    """FLOPs per supervised token of the small model: (the example, ours), forward and backward.
+    Half of the example's steps see their own prediction, and half of our canvases."""
+    ids, theirs = small_batch(canvas).ids, 0.0
+    for conditioned in (False, True):
+        model = small_model(canvas)
+        with flop_counter() as flops:
+            start = PROMPT + CANVASES // 2 * canvas
+            example_step(model, ids, start, canvas, conditioned).backward()
+        theirs += flops.get_total_flops() / 2 / canvas
+    mode = canvas_mode(DiffusionGemmaBackbone(small_model(canvas)), seed=_even_seed(canvas),
+                       ar_weight=AR_WEIGHT)  # fmt: skip
+    with flop_counter() as flops:
+        for loss in mode.losses(small_batch(canvas), Place(0, 0, 1, 1)):
+            loss.total.backward()
+    return theirs, flops.get_total_flops() / (CANVASES * canvas)
+
+
+def _even_seed(canvas: int) -> int:
+    """A seed with which half of the canvases see their own prediction."""
+    batch, backbone = small_batch(canvas), DiffusionGemmaBackbone(small_model(canvas))
+    for seed in range(100):
+        mode = canvas_mode(backbone, seed=seed)
+        if int(mode.objective.conditioned(batch, 0).sum()) == CANVASES // 2 * canvas:
+            return seed
+    raise RuntimeError("no seed of a hundred conditions half of the canvases")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Forward FLOPs by the sizes of a text config; a multiply-add is two."""
+
+    text: MappingProxyType
+
+    def layers(self, tokens: int, keys: int, window: int | None = None) -> tuple[float, float]:
+        """(matrices, attention) of all layers: every sixth is full and sees `keys`, the others
+        hold the last `window` of them, or all."""
+        t, products, pairs = self.text, 0.0, 0.0
+        d, heads = t["hidden_size"], t["num_attention_heads"]
+        mlp = 3 * d * (t["intermediate_size"] + t["top_k_experts"] * t["moe_intermediate_size"])
+        for number in range(1, t["num_hidden_layers"] + 1):
+            full = number % 6 == 0
+            width = t["global_head_dim"] if full else t["head_dim"]
+            kv = t["num_global_key_value_heads"] if full else t["num_key_value_heads"]
+            attention = d * width * (2 * heads + (1 if full else 2) * kv)
+            products += 2 * tokens * (attention + mlp + d * t["num_experts"])
+            pairs += 4 * tokens * heads * width * (keys if full or window is None else window)
+        return products, pairs
+
+    def decoder(self, tokens: int, keys: int, window: int | None = None) -> tuple[float, float]:
+        """The layers, and self-conditioning's MLP."""
+        products, pairs = self.layers(tokens, keys, window)
+        sizes = self.text["hidden_size"] * self.text["intermediate_size"]
+        return products + 6 * tokens * sizes, pairs
+
+    def head(self, tokens: float) -> float:
+        return 2 * tokens * self.text["hidden_size"] * self.text["vocab_size"]
+
+
+def trained(cost: tuple[float, float]) -> float:
+    """Forward and backward with frozen matrices; attention's backward is two and a half forwards,
+    as torch counts it."""
+    products, pairs = cost
+    return 2 * products + 3.5 * pairs
+
+
+def by_formula(text: MappingProxyType, canvas: int, window: int) -> tuple[float, float]:
+    """FLOPs per supervised token: (the example, ours), where the first pass of self-conditioning
+    runs for half of all canvases."""
+    sizes, response = Sizes(text), CANVASES * canvas
+    length = PROMPT + response
+    encoder = trained(sizes.layers(length, length))
+    cached = min(length, window - 1) + canvas
+    one = sizes.decoder(canvas, length + canvas, cached)
+    said = sum(one) + 2 * sizes.head(canvas)  # logits, and their mean embedding
+    theirs = encoder + trained(one) + said / 2 + 2 * sizes.head(canvas + length)
+    all_ = sizes.decoder(response, length + response)
+    half = sizes.decoder(response // 2, length + response // 2)
+    ours = encoder + trained(all_) + sum(half) + sizes.head(response)
+    ours += 2 * sizes.head(2 * response)
+    return theirs / canvas, ours / response
+
+
+def full_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Softcapped cross-entropy from logits [N, V] in memory."""
+    return cross_entropy(CAP * torch.tanh(hidden @ weight.t() / CAP), target)
+
+
+def loss_memory(loss: Callable[..., Tensor], **options: float) -> int:
+    """Most bytes that a loss of ROWS rows and its gradient take beside hidden states and head."""
+    vocabulary = LARGE["vocab_size"]
+    hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+    weight, target = torch.randn(vocabulary, WIDTH), torch.randint(vocabulary, (ROWS,))
+    return tensor_bytes(lambda: loss(hidden, weight, target, **options).backward())
+
+
+@torch.no_grad()
+def parity(canvas: int) -> tuple[float, float, float]:
+    """Largest difference of logits from inference's, canvas by canvas: (ours, the example's), and
+    the largest logit."""
+    backbone, batch = DiffusionGemmaBackbone(small_model(canvas)), small_batch(canvas)
+    mode = canvas_mode(backbone, self_conditioning=0.0)
+    one = mode.laid_out(batch, list(mode.objective.draws(batch, Place(0, 0, 1, 1), None))).noisy
+    hidden, index = backbone._rows_of(one, one.noisy_rows, None)
+    found = CAP * torch.tanh(hidden[index] @ backbone.head()[0].t() / CAP)
+    model, worst, theirs, largest = backbone.release(), 0.0, 0.0, 0.0
+    for number, rows in enumerate(one.noisy_rows.split(canvas)):
+        start, noisy = PROMPT + number * canvas, one.ids[rows][None]
+        cache = DynamicCache(config=model.config.text_config)
+        clean = batch.ids[None, :start]
+        right = model(input_ids=clean, cache=cache, decoder_input_ids=noisy).logits
+        ours = found[number * canvas :][:canvas]
+        worst = max(worst, float((ours - right[0]).abs().max()))
+        largest = max(largest, float(right.abs().max()))
+        hidden_later = torch.ones(1, len(batch.ids) + canvas, dtype=torch.bool)
+        hidden_later[:, start : len(batch.ids)] = False
+        whole = model(
+            input_ids=batch.ids[None], cache=DynamicCache(config=model.config.text_config),
+            decoder_input_ids=noisy, decoder_attention_mask=hidden_later,
+            decoder_position_ids=torch.arange(start, start + canvas)[None],
+        ).logits  # fmt: skip
+        theirs = max(theirs, float((whole - right).abs().max()))
+    return worst, theirs, largest
+
+
+def page() -> str:
+    canvas = 64
+    ours, example, largest = parity(canvas)
+    small, formula = counted(canvas), by_formula(SMALL, canvas, SMALL["sliding_window"])
+    large = by_formula(LARGE, 256, 512)
+    memory = loss_memory(full_loss), loss_memory(linear_cross_entropy, softcap=CAP)
+    rows = 256 + PROMPT + CANVASES * 256
+    logits = 4 * rows * LARGE["vocab_size"]
+    table = [
+        ("what", "the example", "ours", "goal"),
+        ("---",) * 4,
+        ("logits against inference's in fp32, rows beyond the window, largest logit "
+         f"{largest:.1f}", f"{example:.1e}", f"{ours:.1e}", "below 1e-5"),
+        _flops_row("small model, counted as it runs", small, "at most 0.33"),
+        _flops_row("the same, by formula", formula, ""),
+        _flops_row("large sizes, by formula", large, "at most 0.33"),
+        (f"peak memory of the loss, {ROWS:,} rows of {LARGE['vocab_size']:,}, fp32, measured",
+         f"{memory[0] / 2**20:.0f} MiB",
+         f"{memory[1] / 2**20:.0f} MiB (1/{memory[0] / memory[1]:.0f})", "at most 1/20"),
+    ]
+    parts = [
+        "# DiffusionGemma: one-pass training against one canvas a step", "",
+        "Written by `python benchmarks/diffusion_gemma.py`. The other side is the example of TRL, "
+        f"written anew from its description. Prompt {PROMPT}, {CANVASES} canvases, half of them "
+        "self-conditioned; the encoder's loss of the next token in both (over every token there, "
+        "over the response here); matrices frozen, adapters left out.", "",
+        *("| " + " | ".join(row) + " |" for row in table), "",
+        f"At the large sizes the example's {rows:,} rows of logits are {logits / 2**30:.1f} GiB in "
+        "fp32, of which several copies are held at once; ours holds at most 512 MiB on a GPU.", "",
+        f"- Small: {_sizes(SMALL)}; canvas {canvas}.",
+        f"- Large: {_sizes(LARGE)}; canvas 256. These are the defaults of transformers' config "
+        "class; the experts, which it leaves open, are assumed. Nothing of that size was run.",
+        "- By formula: matrices twice (forward, and the gradient of their input), attention three "
+        "and a half times, every key of a mask counted whether it is shown or not; router and "
+        "experts of a token as they run.",
+        f"- Memory: tensor bytes on a CPU beside hidden states and head, inside of operators too, "
+        f"hidden size {WIDTH}; on a GPU nothing was measured.",
+        "- One canvas alone (`bwsft.objectives.uniform.one_block`) makes a step cheaper, but pays "
+        "for a whole encoder pass: the gain is that one such pass serves all canvases.",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _flops_row(what: str, pair: tuple[float, float], goal: str) -> tuple[str, ...]:
+    theirs, ours = pair
+    share = f"{ours:.3g} ({ours / theirs:.2f} of it)"
+    return f"FLOPs per supervised token, {what}", f"{theirs:.3g}", share, goal
+
+
+def _sizes(text: MappingProxyType) -> str:
+    return ", ".join(f"{name} {value:,}" for name, value in text.items())
+
+
+def main(argv: list[str] | None = None) -> None:
+    write_page(page, __doc__, "diffusion_gemma.md", argv)
+
+
+if __name__ == "__main__":
+    main()
