@@ -130,7 +130,7 @@ def test_files_exist(path):
 
 @pytest.fixture(scope="module")
 def known_flags():
-    """Every flag of every command, from its --help, and of the benchmarks and the soak test."""
+    """Every flag of every command, from its --help, and of the benchmarks and the soaks."""
     found = {"--help", "--help-all", "--version", *spellings()}
     for name in COMMANDS:
         words = [name, "debug", "--help-all"] if name == "train" else [name, "--help"]
@@ -138,7 +138,8 @@ def known_flags():
         with contextlib.redirect_stdout(stream), contextlib.suppress(SystemExit):
             cli.main(words)
         found |= set(re.findall(r"--[a-z][\w.-]*", stream.getvalue()))
-    for script in [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests/training/soak.py"]:
+    scripts = ROOT / "tests/kills.py", ROOT / "tests/soak.py"
+    for script in [*(ROOT / "benchmarks").rglob("*.py"), *scripts]:
         found |= set(re.findall(r'"(--[\w-]+)"', script.read_text(encoding="utf-8")))
     return found
 
