@@ -28,26 +28,27 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import jsonl
 from kills import Failed, curves, end_state, first_difference, newest
 from lives import Life
+from matplotlib.backends import backend_agg
 from tiny_ranks import free_ports
 from tiny_tokenizer import byte_tokenizer
 from tqdm import tqdm
 
+from bwsft.commands import compare, evaluate, generate, train
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
+from bwsft.training import setup
 
 CHAT = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-WARM = (  # what commands import late
-    "bwsft.commands.train", "bwsft.commands.generate", "bwsft.commands.evaluate",
-    "bwsft.commands.compare", "bwsft.commands.trace", "bwsft.commands.report.page",
-    "bwsft.training.setup", "matplotlib.figure", "matplotlib.backends.backend_agg", "datasets",
-)  # fmt: skip
+# What commands import late: forked from here, they have it.
+WARM = (compare, evaluate, generate, train, setup, backend_agg, datasets)
 
 
 class Soak:
@@ -56,8 +57,6 @@ class Soak:
     def __init__(self, folder: Path, seed: int = 0):
         self.folder, self.rng, self.happened = folder, random.Random(seed), Counter()
         self.number = 0
-        for module in WARM:
-            __import__(module)
         folder.mkdir(parents=True, exist_ok=True)
         rows = [{"query": f"{7 * i}+{i}", "response": f"{8 * i}{'!' * (i % 5)}"} for i in range(40)]
         self.data = jsonl.write(folder / "sums.jsonl", *rows)
