@@ -49,7 +49,7 @@ from bwsft.training.trainer import Run, loop
 from bwsft.utils import config_check
 from bwsft.utils.claims import lock_folder, new_folder
 from bwsft.utils.devices import pick_device
-from bwsft.utils.files import folder_atomic, write_atomic
+from bwsft.utils.files import folder_atomic, sweep, write_atomic
 from bwsft.utils.identity import Content, short
 from bwsft.utils.lines import say
 from bwsft.utils.terminal import lasting_output
@@ -126,6 +126,8 @@ def train_in(
     def claim() -> None:
         """On rank 0: no other process writes in the folder from here on."""
         stack.enter_context(lock_folder(folder) if started else new_folder(folder))
+        for place in (folder, folder / "checkpoints"):  # a finished run writes no checkpoint
+            sweep(place, alone=True)
 
     if started:  # before a checkpoint is chosen, which another run may prune
         world.on_main(claim)

@@ -201,6 +201,10 @@ def test_a_finished_run_stays_as_it_is(tiny, snapshot, capsys):
     folder = c.run_folder(config)
     before = snapshot(folder)
     before.pop("loss.png")
+    # Of a process that was killed while it removed an old checkpoint.
+    half = folder / "checkpoints" / ".step-2.0123abcd.bwsft.tmp"
+    half.mkdir()
+    (half / "state.json").write_text("{}")
     assert train(resumed(config, folder)) == 0
     after = snapshot(folder)
     after.pop("loss.png")
