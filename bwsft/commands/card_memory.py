@@ -42,18 +42,27 @@ def peak_of(config: c.Config, shape: Any) -> dict[str, int]:
 
 def in_words(peak: dict[str, int]) -> str:
     """A peak and its parts."""
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in peak.items() if size)
-    return f"{sum(peak.values()) / 2**30:.2f} GiB at most: {parts}"
+    parts = ", ".join(f"{name} {sized(size)}" for name, size in peak.items() if size)
+    return f"{sized(sum(peak.values()))} at most: {parts}"
 
 
-def fits(config: c.Config, shape: Any, memory: int) -> bool:
-    """Whether the run's peak leaves a tenth of so many bytes."""
-    return sum(peak_of(config, shape).values()) <= FILLED * memory
+def sized(number: int) -> str:
+    """Bytes as people read them."""
+    small = number < 2**30
+    return f"{number / 2**20:.1f} MiB" if small else f"{number / 2**30:.2f} GiB"
 
 
-def settings_that_fit(config: c.Config, shape: Any, memory: int) -> Iterator[c.Config]:
-    """The run with fewer sequences at a time, then recomputed activations, matrices in nf4 and a
-    lower rank too, each with the largest micro-batch that fits: what changes least comes first."""
+def fits(peak: dict[str, int], memory: int) -> bool:
+    """Whether a peak leaves a tenth of so many bytes."""
+    return sum(peak.values()) <= FILLED * memory
+
+
+def settings_that_fit(
+    config: c.Config, shape: Any, memory: int
+) -> Iterator[tuple[c.Config, dict[str, int]]]:
+    """The run, and its peak, with fewer sequences at a time, then recomputed activations, matrices
+    in nf4 and a lower rank too, each with the largest micro-batch that fits: what changes least
+    comes first."""
     for ways in alternatives(config):
         for way in ways:
             if (found := largest_micro_batch(way, shape, memory)) is not None:
@@ -78,21 +87,21 @@ def alternatives(config: c.Config) -> Iterator[list[c.Config]]:
         yield ranks
 
 
-def largest_micro_batch(config: c.Config, shape: Any, memory: int) -> c.Config | None:
-    """The run with the most sequences at a time, up to its own, that fit; None if one does not."""
-    most = config.micro_batch_size
+def largest_micro_batch(
+    config: c.Config, shape: Any, memory: int
+) -> tuple[c.Config, dict[str, int]] | None:
+    """The run with the most sequences at a time, up to its own, that fit, and its peak; None if one
+    does not."""
+    most, best = config.micro_batch_size, None
     sizes = [n for n in range(1, most + 1) if config.batch_size % n == 0]
-    ways = [dataclasses.replace(config, micro_batch_size=n) for n in sizes]
-    fit, more = -1, len(ways)  # ways[: fit + 1] fit, ways[more:] do not
-    while more - fit > 1:
-        middle = 0 if fit < 0 else (fit + more) // 2
-        if fits(ways[middle], shape, memory):
-            fit = middle
-        elif middle == 0:
-            return None
+    while sizes:  # the ends first, then halves
+        at = 0 if best is None else len(sizes) // 2
+        way = dataclasses.replace(config, micro_batch_size=sizes[at])
+        if fits(peak := peak_of(way, shape), memory):
+            best, sizes = (way, peak), sizes[at + 1 :]
         else:
-            more = middle
-    return ways[fit]
+            sizes = sizes[:at]
+    return best
 
 
 def flags_of(config: c.Config, before: c.Config) -> str:
@@ -108,39 +117,37 @@ def flags_of(config: c.Config, before: c.Config) -> str:
 
 
 def bytes_of(config: c.Config, backbone: Backbone) -> np.ndarray:
-    """[PHASES * PARTS]: what lives when each phase of an update after the first has most. Of
-    several micro-batches two tell."""
+    """[PHASES * PARTS]: what lives when each phase of an update after the first has most, in its
+    last micro-batch."""
     card, size, mode = is_on_a_card(config), config.micro_batch_size, mode_of(config, backbone)
-    batch, times = nominal_batch(config, backbone, size), min(2, config.batch_size // size)
+    batch = nominal_batch(config, backbone, size)
     optimizer, live = make_optimizer(backbone, config.optim), watched(backbone, card)
-    with live.called("moments"):
-        begin(optimizer, live)
-    threads = torch.get_num_threads()
-    if card:  # of one thread the loss takes a few logits at a time
-        torch.set_num_threads(max(2, threads))
+    begin(optimizer, live, accumulates=config.batch_size > size)
     with live:
-        for _ in range(times):
+        live.enter("forward")
+        for loss in mode.losses(batch, Place(0, 0, 1, batch.ids.numel())):
+            live.enter("backward of the top layer")
+            loss.total.backward()
             live.enter("forward")
-            for loss in mode.losses(batch, Place(0, 0, 1, batch.ids.numel())):
-                live.enter("backward of the top layer")
-                loss.total.backward()
-                live.enter("forward")
         live.enter("update")
         nn.utils.clip_grad_norm_(trainable(backbone).values(), 1.0)
         if not card:  # whose optimizer is one kernel
             optimizer.step()
-    torch.set_num_threads(threads)
     return np.array([live.most[phase][part] for phase in PHASES for part in PARTS])
 
 
-def begin(optimizer: torch.optim.Optimizer, live: LiveBytes) -> None:
-    """Let the optimizer make its moments, as the first update does."""
+def begin(optimizer: torch.optim.Optimizer, live: LiveBytes, accumulates: bool) -> None:
+    """Let the optimizer make its moments, as the first update does; where several micro-batches
+    add up, leave the gradients of those before."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    with live:
+    with live, live.called("moments"):
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    if accumulates:
+        live.call([parameter.grad for parameter in parameters], "gradients")
+    else:
+        optimizer.zero_grad(set_to_none=True)
     live.most.clear()
 
 

@@ -13,13 +13,13 @@ import torch
 
 from bwsft import config as c
 from bwsft.commands.card_memory import (
-    FILLED,
     alternatives,
     fits,
     flags_of,
     in_words,
     peak_of,
     settings_that_fit,
+    sized,
 )
 from bwsft.commands.hollow_run import (
     by_layers,
@@ -72,12 +72,12 @@ def print_cost(config: c.Config, memory: str | None = None) -> None:
         say(f"{name}: {text}")
     if room is None:
         return
-    if sum(peak.values()) <= FILLED * room:
-        say(f"card: it fits {room / 2**30:.1f} GiB, with a tenth to spare")
+    if fits(peak, room):
+        say(f"card: it fits {sized(room)}, with a tenth to spare")
         return
-    say(f"card: {room / 2**30:.1f} GiB, of which a tenth is to stay free, are too few; what fits:")
-    for way in some_that_fit(config, shape, room, WAYS):
-        say(f"  {flags_of(way, config)}: {in_words(peak_of(way, shape))}")
+    say(f"card: {sized(room)}, of which a tenth is to stay free, are too few; what fits:")
+    for way, less in some_that_fit(config, shape, room, WAYS):
+        say(f"  {flags_of(way, config)}: {in_words(less)}")
 
 
 def fitted(config: c.Config, memory: str | None) -> c.Config:
@@ -88,24 +88,26 @@ def fitted(config: c.Config, memory: str | None) -> c.Config:
         raise ValueError("--fit: no CUDA device is here; say what is to be fitted, as in "
                          "--memory 24GiB")
     shape, (prompt, canvas) = shape_of(plain), nominal(plain)
-    sizes = f"{room / 2**30:.1f} GiB, for sequences of {prompt:,} + {canvas:,} tokens"
-    if fits(plain, shape, room):
+    sizes = f"{sized(room)}, for sequences of {prompt:,} + {canvas:,} tokens"
+    if fits(peak_of(plain, shape), room):
         say(f"--fit: the settings fit {sizes}, as they are")
         return config
-    (way,) = some_that_fit(plain, shape, room, 1)
+    ((way, _),) = some_that_fit(plain, shape, room, 1)
     say(f"--fit takes {flags_of(way, plain)}, which fits {sizes}")
     names = ("micro_batch_size", "grad_checkpointing", "lora")
     return dataclasses.replace(config, **{name: getattr(way, name) for name in names})
 
 
-def some_that_fit(config: c.Config, shape: Any, room: int, number: int) -> list[c.Config]:
+def some_that_fit(
+    config: c.Config, shape: Any, room: int, number: int
+) -> list[tuple[c.Config, dict[str, int]]]:
     """Up to so many of settings_that_fit, one at least: else ValueError with what is needed."""
     found = list(itertools.islice(settings_that_fit(config, shape, room), number))
     if not found:
         *_, last = (way for ways in alternatives(config) for way in ways)
         least = peak_of(dataclasses.replace(last, micro_batch_size=1), shape)
         raise ValueError(
-            f"no settings fit {room / 2**30:.1f} GiB, of which a tenth is to stay free: with "
+            f"no settings fit {sized(room)}, of which a tenth is to stay free: with "
             f"{flags_of(last, config)} one sequence at a time takes {in_words(least)}. Take a "
             "smaller --model, or shorter --max-length and --gen-length"
         )

@@ -46,7 +46,8 @@ def hollow_backbone(
         )
     backbone = meta_backbone(config, dtype)
     if lora is not None and lora.rank:
-        add_lora(backbone, lora, seed=0)
+        with torch.device("meta"):
+            add_lora(backbone, lora, seed=0)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     made = {  # one for each, however many modules share it
         id(p): nn.Parameter(like(p, fake), p.requires_grad) for p in backbone.parameters()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import bwsft_kernels  # noqa: F401 its operators
+import torch
 from bwsft_kernels.implementations import body_of
 from torch import Tensor
 from torch._ops import OpOverload
@@ -87,17 +88,27 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _look_into(self, func: OpOverload, body: Callable, args: tuple) -> Any:
-        """Run an operator of ours as what it runs. On a card this is done for a loss alone."""
+        """Run an operator of ours as what it runs."""
         names = [argument.name for argument in func._schema.arguments]
         loss = "chunk_bytes" in names
         if self.card_bytes is not None:
-            if not loss:
-                return func(*args)
-            chunk = names.index("chunk_bytes")
-            args = (*args[:chunk], self.card_bytes, *args[chunk + 1 :])
+            return self._loss_on_a_card(func, names, args) if loss else func(*args)
         with self, self.called(LOGITS if loss else self.part):
             out = body(*args)
         self.call(tensors(out), self.part)
+        return out
+
+    def _loss_on_a_card(self, func: OpOverload, names: list[str], args: tuple) -> Any:
+        """A loss with a chunk of fp32 logits, where it makes them, and its head in the dtype of the
+        products."""
+        given = dict(zip(names, args, strict=True)) | {"chunk_bytes": self.card_bytes}
+        x, head = given["x"], given["weight"]
+        with self, self.called(LOGITS):
+            size = 0 if "upstream" in given else min(4 * len(x) * len(head), self.card_bytes)
+            held = [x.new_empty(size, dtype=torch.uint8), head.to(given["dtype"])]
+        out = func(*given.values())
+        self.call(tensors(out), self.part)
+        held.clear()
         return out
 
 

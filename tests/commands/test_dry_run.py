@@ -87,8 +87,8 @@ def test_what_it_prints(capsys):
     assert lines["supervised tokens"] == "4,096 an update, 819,200 in all"
     assert "G per supervised token" in lines["FLOPs"]
     # 8.02 G weights in bfloat16; 671 M adapters in float32 with gradient and two moments.
-    weights = "weights 17.43, gradients 2.50, moments 5.00, activations "
-    assert lines["memory"].partition(" GiB at most: ")[2].startswith(weights)
+    weights = "weights 17.43 GiB, gradients 2.50 GiB, moments 5.00 GiB, activations "
+    assert lines["memory"].partition(" at most: ")[2].startswith(weights)
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from lib.memory import tensor_bytes
+from thinning import thinned
 from transformers import Qwen3Config
 
 from bwsft import config as c
@@ -24,7 +25,7 @@ from bwsft.training.guards import SpikeGuard
 from bwsft.training.optim import make_optimizer
 from bwsft.training.trainer import Run, train_step
 
-SIZES = dict(vocab_size=3000, mask_token_id=2999, eos_token_id=1)
+SIZES = dict(vocab_size=3000, mask_token_id=2999, eos_token_id=1, pad_token_id=0)
 LLADA = LladaConfig(
     d_model=96, n_layers=2, n_heads=4, mlp_hidden_size=256, max_sequence_length=256, **SIZES
 )
@@ -36,7 +37,7 @@ QWEN3 = Qwen3Config(
 LORA = {"lora": c.LoraConfig(rank=32)}
 PAIR = {"draws_per_context": 2, "objective": ObjectiveConfig(pairs=True)}
 CASES = {
-    "llada, exact, all weights": (with_layers(LLADA, 6 * [""]), {"micro_batch_size": 8}),
+    "llada, exact, all weights": (with_layers(LLADA, 6 * [""]), {"micro_batch_size": 2}),
     "llada, cached, adapters": (LLADA, {"context": "cached", "draws_per_context": 2} | LORA),
     "llada, block-causal, recomputed": (
         LLADA, {"context": "block_causal", "grad_checkpointing": True} | PAIR
@@ -49,7 +50,7 @@ CASES = {
 
 def case(changes):
     return dataclasses.replace(
-        presets.debug(), device="cpu", batch_size=8, **{"micro_batch_size": 4} | changes,
+        presets.debug(), device="cpu", batch_size=4, **{"micro_batch_size": 4} | changes,
         block_size=16, gen_length=64, max_length=128,
     )  # fmt: skip
 
@@ -57,7 +58,7 @@ def case(changes):
 class NominalData:
     """Batches of the sequences that --dry-run thinks of."""
 
-    train_index = range(8)
+    train_index = range(4)
 
     def __init__(self, config, backbone):
         self.config, self.backbone = config, backbone
@@ -89,7 +90,7 @@ def measured(config, shape):
         config=config, folder=None, first=0, device=device, backbone=backbone,
         optimizer=optimizer, data=NominalData(config, backbone), held_out=None, files=None,
         mode=make_mode(config, backbone.family, backbone, objective, device),
-        guard=SpikeGuard(config.watch, {"loss": [], "grad_norm": []}, 3000, 8),
+        guard=SpikeGuard(config.watch, {"loss": [], "grad_norm": []}, 3000, 4),
     )  # fmt: skip
     train_step(run, 0)
     optimizer.zero_grad(set_to_none=True)
@@ -98,7 +99,7 @@ def measured(config, shape):
     return before + tensor_bytes(lambda: train_step(run, 1))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 3))
 def test_the_predicted_peak_is_a_real_updates(name):
     """What is inside of torch's own operators is not predicted: some percent here."""
     shape, changes = CASES[name]
@@ -111,10 +112,11 @@ WORDS = ["train", "debug", "--device", "cpu", "--block-size", "16", "--gen-lengt
          "--max-length", "128", "--batch-size", "8", "--micro-batch-size", "8"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_fit_takes_fewer_sequences_at_a_time(tmp_path, capsys):
-    """Eight take 20 MiB and more, one less than 10."""
+    """Eight take 22 MiB and one 15: a tenth of 20 stays free."""
     LLADA.save_pretrained(tmp_path)
-    words = [*WORDS, "--model", str(tmp_path), "--memory", "12MiB", "--fit", "--print-config"]
+    words = [*WORDS, "--model", str(tmp_path), "--memory", "20MiB", "--fit", "--print-config"]
     with pytest.raises(SystemExit, match="0"):
         main(words)
     said, _, file = capsys.readouterr().out.partition("\n")
@@ -155,20 +157,20 @@ def test_what_changes_least_comes_first(pretend, memory, ways):
     before = presets.llada_8b_lora()
     found = card_memory.settings_that_fit(before, None, memory * 2**30)
     if ways is None:
-        assert card_memory.fits(before, None, memory * 2**30)
+        assert card_memory.fits(pretended(before, None), memory * 2**30)
         return
     named = {"micro": 4, "again": False, "nf4": None, "rank": 256}
-    for way, wanted in zip(itertools.islice(found, len(ways)), ways, strict=True):
+    for (way, peak), wanted in zip(itertools.islice(found, len(ways)), ways, strict=True):
         taken = (way.micro_batch_size, way.grad_checkpointing, way.lora.quantize, way.lora.rank)
         assert taken == tuple((named | wanted).values())
-        assert way.lora.alpha / way.lora.rank == 2 and card_memory.fits(way, None, memory * 2**30)
+        assert way.lora.alpha / way.lora.rank == 2 and peak == pretended(way, None)
 
 
 def test_a_card_is_told_what_fits_it(pretend, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["train", "llada-8b-lora", "--dry-run", "--memory", "40GiB"])
     out = capsys.readouterr().out
-    assert "40.00 GiB at most: weights 16.00, moments 8.00, activations 16.00" in out
+    assert "40.00 GiB at most: weights 16.00 GiB, moments 8.00 GiB, activations 16.00 GiB" in out
     assert "  --micro-batch-size 2: 32.00 GiB at most" in out
     assert "  --grad-checkpointing: 28.00 GiB at most" in out
 

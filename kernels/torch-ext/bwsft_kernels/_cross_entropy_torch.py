@@ -53,7 +53,7 @@ def loss_and_grad(
     logits_into(logits, x, weight, bias)
     loss, scale = torch.empty_like(row_weight), torch.empty_like(row_weight)
     step = _block_rows(size, vocabulary, wide, in_place=wide == x.dtype)
-    copy = logits if wide == x.dtype else torch.empty(step, vocabulary, dtype=wide, device=x.device)
+    copy = logits if wide == x.dtype else x.new_empty(step, vocabulary, dtype=wide)
     for start in range(0, size, step):
         rows = slice(start, start + step)
         values = logits[rows]

@@ -72,13 +72,12 @@ def sweep(
     with no_autocast(x.device):
         weight, bias = _cast(options.dtype, weight, bias)
         per_row, chunks = _plan(size, weight, options, need_weight)
-        empty = torch.empty(0, dtype=options.wide, device=x.device)
+        empty = x.new_empty(0, dtype=options.wide)
         if need_weight and len(chunks) > 1:
             total = empty.new_zeros(weight.shape)
         if need_bias:
             grad_bias = empty.new_zeros(vocabulary)
-        scratch = torch.empty(
-            chunks[0][1] if chunks else 0, per_row, dtype=torch.uint8, device=x.device)
+        scratch = x.new_empty(chunks[0][1] if chunks else 0, per_row, dtype=torch.uint8)
         row_weight, factor = _fit_range(row_weight, options.dtype)
         parts = []  # (loss, grad_x, scale) of each chunk
         for start, stop in chunks:

@@ -68,7 +68,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:  # [N, V], [V, D] -> [N, D]
         return wide_product(a, b)
     if not _is_widened(a):
         return torch.mm(a, b).to(wide)
-    total = torch.zeros(len(a), b.shape[1], dtype=wide, device=a.device)
+    total = a.new_zeros(len(a), b.shape[1], dtype=wide)
     for part in _widened_parts(len(b), b.shape[1]):
         torch.addmm(total, a[:, part].to(wide), b[part].to(wide), out=total)
     return total

@@ -119,7 +119,7 @@ def range_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, summed over the calls in at least fp32."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    q_grad, k_grad, v_grad = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    q_grad, k_grad, v_grad = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     # Prefixes grow: from the longest on, each call's gradients fit where the last one's were.
     for part in reversed(_known_parts(query_ranges)):
         for heads in part.head_groups(q, k):
