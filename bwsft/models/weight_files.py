@@ -115,7 +115,8 @@ def stored_state(model: nn.Module) -> dict[str, Tensor]:
 def _as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion  # others need no model
 
-    return revert_weight_conversion(model, state)
+    found = revert_weight_conversion(model, state)
+    return {renamed(name): tensor for name, tensor in found.items()}
 
 
 def stored_rows(model: nn.Module) -> dict[str, tuple[str, int]]:

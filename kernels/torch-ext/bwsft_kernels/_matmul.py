@@ -45,13 +45,12 @@ def plan_chunks(size: int, row_bytes: int, budget: int) -> list[tuple[int, int]]
 
 
 def _is_widened(factor: Tensor) -> bool:
-    """Whether the factors of a 16-bit product are made fp32 first; fp16 always, whose sums of many
-    rows can exceed 65504."""
+    """Whether the factors of a 16-bit product are made fp32 first: on CPUs without AVX-512; fp16
+    always, whose sums of many rows can exceed 65504."""
     if factor.is_cuda or factor.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if factor.dtype == torch.float16 or not torch.backends.mkldnn.is_available():
-        return True
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return factor.dtype == torch.float16 or not (fast and torch.backends.mkldnn.is_available())
 
 
 def _widened_parts(size: int, width: int) -> Iterator[slice]:
