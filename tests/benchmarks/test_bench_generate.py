@@ -21,7 +21,7 @@ def quick(monkeypatch):
 
 
 def test_last_line_and_file(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_generate, "SWEEP", ((8,), (16,), (1, 2)))
+    monkeypatch.setattr(bench_generate, "SWEEP", ((8,), (8,), (1, 2)))
     file = tmp_path / "out.json"
     bench_generate.main([*TINY, "--sweep", "--json", str(file)])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])

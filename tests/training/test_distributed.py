@@ -28,11 +28,11 @@ RUNS = {
     "ddp-idle": ["--batch-size", "1", "--micro-batch-size", "1", "--dataset.limit", "2",
                  "--dataset.holdout", "1"],
     "fsdp": ["--parallel", "fsdp", "--grad-checkpointing"],
+}  # fmt: skip
+MORE = {
     "fsdp-uneven": ["--parallel", "fsdp", "--lora.rank", "3", "--lora.alpha", "6", "--context",
                     "cached", "--draws-per-context", "2", "--objective.blocks", "all",
                     "--batch-size", "3", "--micro-batch-size", "1"],
-}  # fmt: skip
-MORE = {
     "fsdp-idle": ["--parallel", "fsdp", "--context", "block_causal", "--draws-per-context",
                   "2", "--objective.no-context-grad", "--batch-size", "1", "--micro-batch-size",
                   "1"],

@@ -22,14 +22,28 @@ def small_tiles(monkeypatch):
         key: (RangeTile(32, 16, 4, 1),) * 4 for key in _range_tiles.TABLE})
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
-@given(layout=cases.layouts(), seed=st.integers(0, 99), width=st.sampled_from([8, 16, 20]),
-       dtype=st.sampled_from([torch.float32, torch.float16]),
-       heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 2)]))
-def test_values_and_gradients(layout, seed, width, dtype, heads):
+ANY = dict(layout=cases.layouts(), seed=st.integers(0, 99), width=st.sampled_from([8, 16, 20]),
+           dtype=st.sampled_from([torch.float32, torch.float16]),
+           heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 2)]))
+
+
+def check_a_layout(layout, seed, width, dtype, heads):
     plan, rows = range_plan(**layout)
     assume(len(rows.position) * width >= 64)  # or there are too few to compare norms of rounding
     cases.check_against_dense(plan, cases.tensors(plan, dtype, heads, width, seed), "triton")
+
+
+@settings(max_examples=4, deadline=None, phases=[Phase.generate])
+@given(**ANY)
+def test_values_and_gradients(**case):
+    check_a_layout(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+@given(**ANY)
+def test_values_and_gradients_of_many(**case):
+    check_a_layout(**case)
 
 
 @pytest.mark.parametrize("dtype, layout", [
