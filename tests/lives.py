@@ -8,12 +8,14 @@ import resource
 import signal
 import sys
 import termios
+import threading
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from kills import Failed
+from tqdm import tqdm
 
 from bwsft.cli import main
 
@@ -57,6 +59,8 @@ class Life:
             os.dup2(terminal, stream)
         os.closerange(3, 256)
         sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+        # tqdm's lock is a semaphore that all forks share: who is killed with it stops the others.
+        tqdm.set_lock(threading.RLock())
         os.environ.update(env)
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
