@@ -276,10 +276,11 @@ class Soak:
         elif how == "bit":
             self.flip(self.at(self.model) / "model.safetensors")
         else:
+            # The first one: a question without an answer yet is asked as it is now.
             source = self.at(self.data if command == self.train else self.questions)
             rows = jsonl.read(source)
-            asked, answer = ("query", "response") if "query" in rows[3] else ("question", "answer")
-            rows[3][self.rng.choice((asked, answer))] += "0"
+            asked, answer = ("query", "response") if "query" in rows[0] else ("question", "answer")
+            rows[0][self.rng.choice((asked, answer))] += "0"
             jsonl.write(source, *rows)
         life = self.start(command)
         if not life.wait():  # what changed does not matter to it, or it matters and is seen
