@@ -34,6 +34,13 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+class OlderSpelling:
+    """A config of transformers, written as code for transformers 4 reads it."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return older_spelling(super().to_diff_dict())
+
+
 class BothWays:
     """The forward of a causal LM of transformers without its causal mask."""
 
@@ -68,7 +75,7 @@ class BlocksGiven:
         return super().forward(input_ids, attention_mask, **options)
 
 
-class DreamConfig(Qwen2Config):
+class DreamConfig(OlderSpelling, Qwen2Config):
     """Dream's config.json (Ye et al. 2025, arXiv:2508.15487; model card Dream-v0-Instruct-7B)."""
 
     model_type = "Dream"
@@ -80,9 +87,6 @@ class DreamConfig(Qwen2Config):
         if self.use_mrope:
             raise ValueError("Dream config option use_mrope=True is not implemented")
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return older_spelling(super().to_diff_dict())
-
 
 class DreamModel(BothWays, Qwen2ForCausalLM):
     """Dream with its head: Qwen2's layers, no causal mask. Position i predicts token i + 1."""
@@ -90,7 +94,7 @@ class DreamModel(BothWays, Qwen2ForCausalLM):
     config_class = DreamConfig
 
 
-class SdarConfig(Qwen3Config):
+class SdarConfig(OlderSpelling, Qwen3Config):
     """SDAR's config.json (Cheng et al. 2025, arXiv:2510.06303; model card SDAR-4B-Chat). The last
     fields switch its training code and change no result here."""
 
@@ -104,9 +108,6 @@ class SdarConfig(Qwen3Config):
     skip_checkpoint: bool = False
     use_deepep: bool = False
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return older_spelling(super().to_diff_dict())
-
 
 class SDARForCausalLM(BlocksGiven, Qwen3ForCausalLM):
     """SDAR with its head: Qwen3's layers. Position i predicts token i."""
@@ -114,7 +115,7 @@ class SDARForCausalLM(BlocksGiven, Qwen3ForCausalLM):
     config_class = SdarConfig
 
 
-class FastDllmConfig(Qwen2Config):
+class FastDllmConfig(OlderSpelling, Qwen2Config):
     """The config.json of Fast-dLLM v2 (Wu et al. 2025, arXiv:2509.26328; model card
     Fast_dLLM_v2_7B); ``bd_size`` is its block size."""
 
@@ -122,9 +123,6 @@ class FastDllmConfig(Qwen2Config):
     attribute_map = {"block_size": "bd_size"}
     mask_token_id: int | None = 151665
     bd_size: int | None = 32
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        return older_spelling(super().to_diff_dict())
 
 
 class Fast_dLLM_QwenForCausalLM(BlocksGiven, Qwen2ForCausalLM):  # noqa: N801 - as published
@@ -134,35 +132,26 @@ class Fast_dLLM_QwenForCausalLM(BlocksGiven, Qwen2ForCausalLM):  # noqa: N801 - 
     config_class = FastDllmConfig
 
 
-class A2DQwen3Config(Qwen3Config):
+class A2DQwen3Config(OlderSpelling, Qwen3Config):
     """The config.json of dllm's a2d models, autoregressive ones made bidirectional (Zhou et al.
     2026, arXiv:2602.22661; model card Qwen3-0.6B-diffusion-mdlm-v0.1)."""
 
     model_type = "a2d-qwen3"
     mask_token_id: int | None = None  # the tokenizer's
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return older_spelling(super().to_diff_dict())
 
-
-class A2DQwen2Config(Qwen2Config):
+class A2DQwen2Config(OlderSpelling, Qwen2Config):
     """As A2DQwen3Config."""
 
     model_type = "a2d-qwen2"
     mask_token_id: int | None = None
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return older_spelling(super().to_diff_dict())
 
-
-class A2DLlamaConfig(LlamaConfig):
+class A2DLlamaConfig(OlderSpelling, LlamaConfig):
     """As A2DQwen3Config."""
 
     model_type = "a2d-llama"
     mask_token_id: int | None = None
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        return older_spelling(super().to_diff_dict())
 
 
 class A2DQwen3LMHeadModel(BothWays, Qwen3ForCausalLM):

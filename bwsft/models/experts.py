@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -24,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
-from bwsft.models.dream_sdar import BlocksGiven, BothWays, older_spelling, register
+from bwsft.models.dream_sdar import BlocksGiven, BothWays, OlderSpelling, older_spelling, register
 
 
 class SoftmaxRouter(Qwen3MoeTopKRouter):
@@ -52,14 +53,19 @@ class SigmoidRouter(Glm4MoeTopkRouter):
         return logits, weights.to(hidden_states.dtype), chosen
 
 
-def _with_routers(model: nn.Module, kind: type[nn.Module]) -> None:
-    """Make the routers of transformers those of this kind, which derives from theirs."""
-    for module in model.modules():
-        if type(module) is kind.__base__:
-            module.__class__ = kind
+class Routed:
+    """A model of transformers whose routers are of the kind `router`, which derives from theirs."""
+
+    router: type[nn.Module]
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        for module in self.modules():
+            if type(module) is self.router.__base__:
+                module.__class__ = self.router
 
 
-class SdarMoeConfig(Qwen3MoeConfig):
+class SdarMoeConfig(OlderSpelling, Qwen3MoeConfig):
     """SDAR-30B-A3B's config.json: Qwen3-MoE's fields and those of SDAR."""
 
     model_type = "sdar_moe"
@@ -68,18 +74,12 @@ class SdarMoeConfig(Qwen3MoeConfig):
     mask_token_id: int | None = 151669
     block_size: int | None = None
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return older_spelling(super().to_diff_dict())
 
-
-class SDARMoeForCausalLM(BlocksGiven, Qwen3MoeForCausalLM):
+class SDARMoeForCausalLM(Routed, BlocksGiven, Qwen3MoeForCausalLM):
     """SDAR with experts and its head. Position i predicts token i."""
 
     config_class = SdarMoeConfig
-
-    def __init__(self, config: SdarMoeConfig):
-        super().__init__(config)
-        _with_routers(self, SoftmaxRouter)
+    router = SoftmaxRouter
 
 
 class LladaMoeConfig(Qwen3MoeConfig):
@@ -138,17 +138,14 @@ class LladaMoeConfig(Qwen3MoeConfig):
         return fields | {"model_type": "llada"}
 
 
-class LLaDAMoEModelLM(BothWays, Qwen3MoeForCausalLM):
+class LLaDAMoEModelLM(Routed, BothWays, Qwen3MoeForCausalLM):
     """LLaDA-MoE with its head: no causal mask. Position i predicts token i."""
 
     config_class = LladaMoeConfig
-
-    def __init__(self, config: LladaMoeConfig):
-        super().__init__(config)
-        _with_routers(self, SoftmaxRouter)
+    router = SoftmaxRouter
 
 
-class LLaDA2MoeConfig(Glm4MoeConfig):
+class LLaDA2MoeConfig(OlderSpelling, Glm4MoeConfig):
     """The config.json of LLaDA2.0 and 2.1 (model card LLaDA2.0-mini)."""
 
     model_type = "llada2_moe"
@@ -182,19 +179,13 @@ class LLaDA2MoeConfig(Glm4MoeConfig):
                 )
         super().__post_init__(**kwargs)
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return older_spelling(super().to_diff_dict())
 
-
-class LLaDA2MoeModelLM(BlocksGiven, Glm4MoeForCausalLM):
+class LLaDA2MoeModelLM(Routed, BlocksGiven, Glm4MoeForCausalLM):
     """LLaDA2.x with its head: attention from block to block on a grid that starts at position 0.
     Position i predicts token i."""
 
     config_class = LLaDA2MoeConfig
-
-    def __init__(self, config: LLaDA2MoeConfig):
-        super().__init__(config)
-        _with_routers(self, SigmoidRouter)
+    router = SigmoidRouter
 
 
 for _name, _config, _model, _stored_as in (

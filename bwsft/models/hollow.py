@@ -42,7 +42,7 @@ def hollow_backbone(
     if config.model_type in MIXTURES:
         raise ValueError(
             "a mixture of experts cannot be counted without its weights: which expert a token "
-            "takes depends on them; leave --dry-run out"
+            "takes depends on them; leave --dry-run and --fit out"
         )
     backbone = meta_backbone(config, dtype)
     if lora is not None and lora.rank:

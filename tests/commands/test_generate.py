@@ -98,13 +98,17 @@ def test_answers_are_those_of_generate_with_the_training_settings(
         assert (row["tokens"], row["truncated"], row["steps"]) == counts
 
 
-def test_options_beat_the_training_settings(run_folder, prompts, tmp_path):
-    changes = {"gen_length": 16, "block_size": 8, "steps": 4, "temperature": 1.5, "seed": 8}
+def test_options_beat_the_training_settings(run_folder, prompts, tmp_path, capsys):
+    changes = {"gen_length": 16, "block_size": 8, "steps": 4, "temperature": 1.5, "seed": 8,
+               "cfg_scale": 1.0}  # fmt: skip
     run_generate(options(run_folder, prompts, tmp_path, template="chat", **changes))
     tokenizer, results = expected(run_folder, "chat", **changes)
     for row, result in zip(rows(tmp_path / "out.jsonl"), results, strict=True):
         assert row["output"] == tokenizer.decode(result.tokens, skip_special_tokens=True)
         assert row["steps"] == result.steps <= 4
+        assert result.passes == 2 * result.steps
+    rate = sum(len(r.tokens) for r in results) / sum(r.passes for r in results)
+    assert f", {rate:.2f} tokens per forward pass" in capsys.readouterr().err
 
 
 def test_one_prompt_is_printed(run_folder, capsys):

@@ -226,7 +226,7 @@ def test_options_that_change_numbers_are_refused(kind, field, value):
 
 
 def test_experts_are_not_counted_without_weights():
-    with pytest.raises(ValueError, match="leave --dry-run out"):
+    with pytest.raises(ValueError, match="leave --dry-run and --fit out"):
         hollow_backbone(CONFIGS["llada2_moe"])
 
 
