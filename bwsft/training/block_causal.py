@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from bwsft_kernels import RangePlan, range_plan
+from bwsft_kernels import OnePassRows, RangePlan, range_plan
 from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
 
@@ -39,7 +39,8 @@ class PlannedBatch:
 class OnePass(PlannedBatch):
     """Per sequence a clean row [prompt + response], and after it noisy copies of the response at
     the same positions (with prompt_blocks: of the blocks that hold it, so of the prompt's tail
-    too), in the order of range_plan."""
+    too), in the order of range_plan. No copy sees the last block's clean tokens: unless they are
+    supervised, they are left out."""
 
     clean_rows: Tensor = field(kw_only=True)  # [W] indices
     noisy_rows: Tensor = field(kw_only=True)  # [T - W] indices
@@ -64,15 +65,20 @@ class OnePass(PlannedBatch):
 
 def one_pass(
     batch: Batch, noisy: Tensor, grid: BlockGrid, prompt_blocks: bool = False, shift: int = 0,
-    causal: bool = False,
+    causal: bool = False, supervised: bool = False,
 ) -> OnePass:  # fmt: skip
     """Lay out the clean rows of a batch, and copies of their responses with the ids noisy
     [copies, T]. Both are on the host. `shift`: position i predicts token i + shift. `causal`: a
-    clean token sees no later one."""
+    clean token sees no later one. `supervised`: clean tokens bear loss too."""
     plan, rows = range_plan(
         batch.prompt_lengths, batch.response_lengths, grid.size, grid.origin, len(noisy),
         clean="causal" if causal else "block", prompt_blocks=prompt_blocks,
     )  # fmt: skip
+    first, last = plan.key_ranges[2:]  # the copies' rows that see a clean one
+    if not supervised and (last > first).any():  # a context has a token at least
+        kept = ((rows.copy > 0) | (last > first)).nonzero()[:, 0]
+        plan = plan.part(kept, kept)
+        rows = OnePassRows(*(x[kept] for x in vars(rows).values()))
     source = batch.cu_seqlens.long()[rows.sequence] + rows.position  # in the batch
     ids = torch.where(rows.copy == 0, batch.ids[source], noisy[rows.copy - 1, source])
     lengths = rows.sequence.bincount(minlength=len(batch.prompt_lengths))

@@ -221,7 +221,8 @@ class BlockCausal(ContextMode):
     def laid_out(self, clean: Batch, draws: list[Draw]) -> Draw:
         """The draws as one, over clean rows and noisy copies, on the device."""
         noisy = torch.stack([draw.noisy.ids for draw in draws])
-        one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift, self.causal)
+        one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift, self.causal,
+                       self.ar_weight > 0)
         parts = []  # of each draw without the list's tail
         for draw, row in zip(draws, one.row_of, strict=True):
             n = int(draw.num_rows)

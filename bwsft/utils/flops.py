@@ -151,10 +151,11 @@ class TrainingCost:
             keys = length + copies if self.dense else length
             trained = model.active(copies, keys) + model.head(copies / 2)
             total = self.passes * trained + 3 * self.adapter * copies
+            seen = length - block  # no copy sees the last block's clean tokens
+            clean = (model.layers - 1) * model.layer(seen, keys) + model.last(seen, 0, keys)
             if context_grad:
-                clean = (model.layers - 1) * model.layer(length, keys) + model.last(length, 0, keys)
-                return total + self.passes * clean + 3 * self.adapter * length
-            return total + model.whole(length, 1) + self.adapter * length
+                return total + self.passes * clean + 3 * self.adapter * seen
+            return total + clean + self.adapter * seen
         draw = self.passes * (model.active(block, length) + model.head(block / 2))
         draw += 3 * self.adapter * block  # against stored keys
         if shared:

@@ -10,6 +10,7 @@ from tiny_modes import MASK, PLACE, batch, gradients, held_out, mode_of, model
 from tiny_packed import batch_of
 
 from bwsft.objectives.base import response_rows
+from bwsft.training import context_modes
 from bwsft.training.block_causal import one_pass
 
 
@@ -121,6 +122,29 @@ def test_block_causal_rows_equal_separate_forwards():
                 alone = masked_states(net, ids, blocks[:, None] >= blocks)
                 got = hidden[one.copy_of[0, a + start : a + stop]]
                 torch.testing.assert_close(got, alone[start:], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [[(5, 9), (3, 12), (4, 6)], [(2, 3), (0, 9)], [(0, 3), (0, 4)]])
+@pytest.mark.parametrize("grad", [True, False])
+def test_clean_tokens_that_no_copy_sees_are_left_out(lengths, grad, monkeypatch):
+    """Those of the last blocks, unless there are no others; and that changes nothing."""
+    b, clean = batch(lengths, canvas="response"), []
+
+    def run(**options):
+        def spy(batch, noisy, grid, *_):
+            one = one_pass(batch, noisy, grid, **options)
+            clean.append(len(one.clean_rows))
+            return one
+
+        monkeypatch.setattr(context_modes, "one_pass", spy)
+        mode = dataclasses.replace(mode_of("block_causal", draws=2), context_grad=grad)
+        return gradients(mode, b)
+
+    (loss, found), (same, expected) = run(), run(supervised=True)
+    unseen = sum((response - 1) % 4 + 1 for _, response in lengths)
+    assert clean == [clean[1] - unseen or unseen, sum(sum(pair) for pair in lengths)]
+    assert loss == pytest.approx(same, rel=1e-6)
+    assert_same(found, expected)
 
 
 def test_block_causal_rows_ignore_later_blocks_and_other_copies():
