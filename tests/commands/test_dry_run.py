@@ -83,7 +83,7 @@ def test_what_it_prints(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["train", "llada-8b-dense", "--dry-run"])
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert lines["tokens through the layers"] == "16,384 an update, 3,276,800 in all"
+    assert lines["tokens through the layers"] == "15,360 an update, 3,072,000 in all"
     assert lines["supervised tokens"] == "4,096 an update, 819,200 in all"
     assert "G per supervised token" in lines["FLOPs"]
     # 8.02 G weights in bfloat16; 671 M adapters in float32 with gradient and two moments.
