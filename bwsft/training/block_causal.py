@@ -69,7 +69,7 @@ def one_pass(
 ) -> OnePass:  # fmt: skip
     """Lay out the clean rows of a batch, and copies of their responses with the ids noisy
     [copies, T]. Both are on the host. `shift`: position i predicts token i + shift. `causal`: a
-    clean token sees no later one. `supervised`: clean tokens bear loss too."""
+    clean token sees no later one. `supervised`: clean tokens are predicted too."""
     plan, rows = range_plan(
         batch.prompt_lengths, batch.response_lengths, grid.size, grid.origin, len(noisy),
         clean="causal" if causal else "block", prompt_blocks=prompt_blocks,
