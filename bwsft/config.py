@@ -60,8 +60,9 @@ class LoraConfig:
     """Scale: the update is alpha / r times B A."""
     dropout: float = 0.05
     """Dropout on the adapter's input."""
-    targets: Literal["all", "released"] = "all"
-    """All matrices of every block, or those that the released code's list hits."""
+    targets: Literal["all", "attention", "experts", "released"] = "all"
+    """All matrices of every block but routed experts; attention's alone; all and the routed experts
+    of a mixture, whose routers stay as they are; or those that the released code's list hits."""
     quantize: Literal["nf4"] | None = None
     """QLoRA: the frozen base in 4 bits. Needs CUDA and bitsandbytes; untested without a GPU."""
 
@@ -353,6 +354,8 @@ def _validate_groups(config: Config) -> None:
         raise ValueError("--optim needs lr > 0, and warmup and floor in [0, 1]")
     if not (0 <= lora.dropout < 1 and lora.alpha > 0):
         raise ValueError("--lora needs dropout in [0, 1) and alpha > 0")
+    if lora.rank and lora.targets == "experts" and lora.dropout:
+        raise ValueError("--lora.targets experts needs --lora.dropout 0: experts have no dropout")
     if lora.quantize and (lora.rank == 0 or config.parallel == "fsdp" or config.model is None):
         raise ValueError("--lora.quantize needs --model, --lora.rank above 0 and --parallel ddp")
 

@@ -5,8 +5,10 @@ The model is built without its weights, which stream from the stored files into 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
@@ -27,9 +29,17 @@ from bwsft.commands.model_card import model_card
 from bwsft.commands.options import ExportOptions
 from bwsft.models.backbone import Backbone
 from bwsft.models.families import token_rows, trained_beside
+from bwsft.models.grouped_experts import by_expert
 from bwsft.models.loading import model_folder
 from bwsft.models.lora import ADAPTER
-from bwsft.models.weight_files import opened, renamed, shard_files, stored_rows, stored_state
+from bwsft.models.weight_files import (
+    Rows,
+    opened,
+    renamed,
+    shard_files,
+    stored_rows,
+    stored_state,
+)
 from bwsft.utils import hub
 from bwsft.utils.files import folder_atomic, naming
 from bwsft.utils.lines import say
@@ -39,7 +49,8 @@ def run_export(options: ExportOptions) -> int:
     """Run `bwsft export` and return the exit status; ValueError or OSError for bad input.
 
     The folder appears whole or not at all. Needs memory for the largest update of a matrix in
-    float32 and some 50 MB, whatever the sizes of the model and its shards.
+    float32, for the adapters of a layer's experts and some 50 MB, whatever the sizes of the model
+    and its shards.
     """
     out = Path(options.out)
     if out.exists() or out.is_symlink():
@@ -88,6 +99,8 @@ class Weights:
         """What will be written, on the meta device."""
         self.backbone.model.to(target)
         self.moved = self.total = 0.0
+        # The experts of a layer share two of them, and are written one after another.
+        self.factors = functools.lru_cache(maxsize=2)(self.read_factors)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The values of one tensor, some rows at a time."""
@@ -141,20 +154,23 @@ class Weights:
 
     def update(self, name: str) -> Tensor:
         """scale * B A, float32; of several adapters in the rows of one tensor each in its place."""
-        kind, parts = torch.promote_types(self.stored, torch.float32), {}
-        for first, (place, scale) in self.updates[name].items():
-            # Copies: a mapped matrix is at any offset, where MKL promises no bits.
-            a, b = (
-                read_tensor(self.adapter, f"{place}.lora_{x}.weight").to(kind, copy=True)
-                for x in "AB"
-            )
-            parts[first] = (b @ a).mul_(scale).float()
-        if parts[min(parts)].shape == self.tensors[name].shape:
-            return parts[0]
-        whole = torch.zeros(self.tensors[name].shape)
-        for first, part in parts.items():
-            whole[first : first + len(part)] = part
+        whole = None
+        for one in self.updates[name]:
+            rows, (down, up) = one.rows, self.factors(one.place, one.experts)
+            up = up[rows.matrix, rows.start : rows.start + rows.count]
+            part = (up @ down[rows.matrix]).mul_(one.scale).float()
+            if part.shape == self.tensors[name].shape:
+                return part
+            whole = torch.zeros(self.tensors[name].shape) if whole is None else whole
+            whole[rows.first : rows.first + rows.count] = part
         return whole
+
+    def read_factors(self, place: str, experts: int) -> tuple[Tensor, Tensor]:
+        """A [experts, r, I] and B [experts, O, r], float32 at least."""
+        kind = torch.promote_types(self.stored, torch.float32)
+        # Copies: a mapped matrix is at any offset, where MKL promises no bits.
+        found = (read_tensor(self.adapter, f"{place}.lora_{x}.weight") for x in "AB")
+        return by_expert(*(matrix.to(kind, copy=True) for matrix in found), experts)
 
     def merged(self, rows: Tensor, update: Tensor) -> Tensor:
         """Rows of a weight with their update, rounded once."""
@@ -187,9 +203,20 @@ def in_dtype(model: torch.nn.Module, target: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def take_off_adapter(backbone: Backbone) -> dict[str, dict[int, tuple[str, float]]]:
-    """Stored tensor -> {first row: (name of the update's tensors in an adapter's file, its scale)};
-    the model is the plain one again."""
+@dataclass(frozen=True)
+class Update:
+    """A low-rank update of rows of a stored tensor."""
+
+    place: str
+    """Of its matrices in an adapter's file."""
+    scale: float
+    experts: int
+    """Whose updates those matrices hold."""
+    rows: Rows
+
+
+def take_off_adapter(backbone: Backbone) -> dict[str, list[Update]]:
+    """Stored tensor -> its updates; the model is the plain one again."""
     name = backbone.model.active_adapter
     config = backbone.model.peft_config[name]
     beyond = [f for f in ("use_dora", "modules_to_save", "lora_bias") if getattr(config, f, None)]
@@ -203,8 +230,11 @@ def take_off_adapter(backbone: Backbone) -> dict[str, dict[int, tuple[str, float
     backbone.model = backbone.model.unload()
     stored, updates = stored_rows(backbone.model), {}
     for place, layer in layers.items():
-        tensor, first = stored[f"{place.removeprefix('base_model.model.')}.weight"]
-        updates.setdefault(tensor, {})[first] = place, layer.scaling[name]
+        weight = getattr(layer, "parameter_name", "weight")
+        module = place.removeprefix("base_model.model.").replace(".base_layer", "")
+        for rows in stored[f"{module}.{weight}"]:
+            update = Update(place, layer.scaling[name], getattr(layer, "num_experts", 1), rows)
+            updates.setdefault(rows.tensor, []).append(update)
     return updates
 
 

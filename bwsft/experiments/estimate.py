@@ -76,7 +76,7 @@ def update_flops(config: c.Config, shape: Cost, prompt: float, canvas: float) ->
 def adapters(config: c.Config, shape: Cost) -> float:
     """Forward FLOPs of the adapters per token."""
     # The released list hits q, k, v and up; all are q, k, v, out and gate, up, down.
-    square, mlp = (3, 1) if config.lora.targets == "released" else (4, 3)
+    square, mlp = {"released": (3, 1), "attention": (4, 0)}.get(config.lora.targets, (4, 3))
     return shape.adapters(config.lora.rank, square, mlp)
 
 

@@ -33,6 +33,7 @@ class AdapterConfig:
     trainable_token_indices: tuple[int, ...] | dict[str, tuple[int, ...]] | None = None
     ensure_weight_tying: bool = False
     exclude_modules: str | tuple[str, ...] | None = None
+    target_parameters: tuple[str, ...] | None = None
     alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
     rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
     init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True

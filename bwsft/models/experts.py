@@ -18,14 +18,20 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM, Glm4MoeTopkRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeExperts,
+    Glm4MoeForCausalLM,
+    Glm4MoeTopkRouter,
+)
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeExperts,
     Qwen3MoeForCausalLM,
     Qwen3MoeTopKRouter,
 )
 
 from bwsft.models.dream_sdar import BlocksGiven, BothWays, OlderSpelling, older_spelling, register
+from bwsft.models.grouped_experts import GroupedExperts
 
 
 class SoftmaxRouter(Qwen3MoeTopKRouter):
@@ -53,16 +59,24 @@ class SigmoidRouter(Glm4MoeTopkRouter):
         return logits, weights.to(hidden_states.dtype), chosen
 
 
-class Routed:
-    """A model of transformers whose routers are of the kind `router`, which derives from theirs."""
+class QwenExperts(GroupedExperts, Qwen3MoeExperts):
+    """Those of SDAR-MoE and LLaDA-MoE."""
 
-    router: type[nn.Module]
+
+class GlmExperts(GroupedExperts, Glm4MoeExperts):
+    """Those of LLaDA2.x."""
+
+
+class Routed:
+    """A model of transformers whose routers and experts are `parts`, which derive from theirs."""
+
+    parts: tuple[type[nn.Module], ...]
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
+        ours = {part.__bases__[-1]: part for part in self.parts}
         for module in self.modules():
-            if type(module) is self.router.__base__:
-                module.__class__ = self.router
+            module.__class__ = ours.get(type(module), type(module))
 
 
 class SdarMoeConfig(OlderSpelling, Qwen3MoeConfig):
@@ -79,7 +93,7 @@ class SDARMoeForCausalLM(Routed, BlocksGiven, Qwen3MoeForCausalLM):
     """SDAR with experts and its head. Position i predicts token i."""
 
     config_class = SdarMoeConfig
-    router = SoftmaxRouter
+    parts = SoftmaxRouter, QwenExperts
 
 
 class LladaMoeConfig(Qwen3MoeConfig):
@@ -142,7 +156,7 @@ class LLaDAMoEModelLM(Routed, BothWays, Qwen3MoeForCausalLM):
     """LLaDA-MoE with its head: no causal mask. Position i predicts token i."""
 
     config_class = LladaMoeConfig
-    router = SoftmaxRouter
+    parts = SoftmaxRouter, QwenExperts
 
 
 class LLaDA2MoeConfig(OlderSpelling, Glm4MoeConfig):
@@ -185,7 +199,7 @@ class LLaDA2MoeModelLM(Routed, BlocksGiven, Glm4MoeForCausalLM):
     Position i predicts token i."""
 
     config_class = LLaDA2MoeConfig
-    router = SigmoidRouter
+    parts = SigmoidRouter, GlmExperts
 
 
 for _name, _config, _model, _stored_as in (

@@ -4,6 +4,7 @@ machine."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from bwsft.config import LoraConfig
 from bwsft.models.backbone import Backbone
+from bwsft.models.experts import SigmoidRouter, SoftmaxRouter
 from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.lora import add_lora
 from bwsft.models.support import MIXTURES
@@ -37,13 +39,8 @@ def hollow_backbone(
     config: PreTrainedConfig, dtype: torch.dtype = torch.float32, lora: LoraConfig | None = None
 ) -> Backbone:
     """The model in training mode, with adapters if asked for. A pass of 8 billion parameters takes
-    a second, and every operation in it can be watched. Ids, masks and row lists stay real.
-    ``ValueError`` for a mixture of experts, whose operations depend on values."""
-    if config.model_type in MIXTURES:
-        raise ValueError(
-            "a mixture of experts cannot be counted without its weights: which expert a token "
-            "takes depends on them; leave --dry-run and --fit out"
-        )
+    a second, and every operation in it can be watched. Ids, masks and row lists stay real, and so
+    are experts: the tokens take them in turn."""
     backbone = meta_backbone(config, dtype)
     if lora is not None and lora.rank:
         with torch.device("meta"):
@@ -59,7 +56,17 @@ def hollow_backbone(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = like(buffer, fake)
+        if isinstance(module, SoftmaxRouter | SigmoidRouter):
+            module.forward = partial(in_turn, module.forward, len(module.weight))
     return backbone.train()
+
+
+def in_turn(
+    router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], experts: int, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router computes of x, but each expert takes as many tokens as the others."""
+    logits, weights, _ = router(x)
+    return logits, weights, torch.arange(weights.numel()).remainder(experts).view(weights.shape)
 
 
 def as_on_a_card(backbone: Backbone, fused: bool, nf4: bool) -> None:
@@ -110,14 +117,28 @@ class Widened(torch.autograd.Function):
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
     """What distinguishes each layer of the model, "" where all are alike."""
-    return list(getattr(config, "layer_types", None) or [""] * config.num_hidden_layers)
+    layers = range(config.num_hidden_layers)
+    if config.model_type in MIXTURES:
+        every, dense = getattr(config, "decoder_sparse_step", 1), _dense_layers(config)
+        return ["dense" if i in dense or (i + 1) % every else "experts" for i in layers]
+    return list(getattr(config, "layer_types", None) or ["" for _ in layers])
+
+
+def _dense_layers(config: PreTrainedConfig) -> Collection[int]:
+    """Layers of a mixture that have no experts, by its config."""
+    first = getattr(config, "first_k_dense_replace", None)
+    return config.mlp_only_layers if first is None else range(first)
 
 
 def with_layers(config: PreTrainedConfig, kinds: list[str]) -> PreTrainedConfig:
     """The config of a model with layers of these kinds."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = len(kinds)
-    if getattr(config, "layer_types", None):
+    if config.model_type in MIXTURES:
+        dense = [i for i, kind in enumerate(kinds) if kind == "dense"]
+        config.first_k_dense_replace = len(dense)
+        config.mlp_only_layers, config.decoder_sparse_step = dense, 1
+    elif getattr(config, "layer_types", None):
         config.layer_types = kinds
     return config
 

@@ -118,7 +118,11 @@ def as_backbone(model: Any) -> Backbone:
             f"{type(inner).__name__} is not a LLaDA of bwsft, nor a {kind} with its LM head: load "
             f"{model_class(inner.config).__name__}"
         )
-    check_adapters(getattr(model, "peft_config", {}).values())
+    if adapters := getattr(model, "peft_config", None):
+        from bwsft.models.expert_lora import multiply_in_turn
+
+        check_adapters(adapters.values())
+        multiply_in_turn(model)
     backbone = wrap(inner, family_of(inner.config))
     backbone.model = model
     return backbone

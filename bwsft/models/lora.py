@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,24 @@ from torch import Tensor, nn
 
 from bwsft.config import LoraConfig
 from bwsft.models.adapter_config import AdapterConfig, read_adapter_config
+from bwsft.models.adapter_tensors import (
+    PREFIX,
+    adapted,
+    check_targets,
+    ends_in,
+    is_saved,
+    whole_weights,
+)
 from bwsft.models.backbone import Backbone
 from bwsft.models.loading import check_adapters
-from bwsft.models.weight_files import Shapes, opened, read_tensors
+from bwsft.models.support import MIXTURES
+from bwsft.models.weight_files import opened, read_tensors
 
 if TYPE_CHECKING:
     import peft
 
 ADAPTER = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of every tensor in an adapter's file
-_ROWS = re.compile(rf"{re.escape(_PREFIX)}(.+)\.token_adapter\.trainable_tokens_delta")
+_ROWS = re.compile(rf"{re.escape(PREFIX)}(.+)\.token_adapter\.trainable_tokens_delta")
 # Under bias="all" peft writes biases of modules_to_save a second time by these names.
 _REPEATED = re.compile(r"\.(modules_to_save\.\w+|original_module)\..*bias$")
 
@@ -31,23 +38,28 @@ _REPEATED = re.compile(r"\.(modules_to_save\.\w+|original_module)\..*bias$")
 # `released` is what the paper's released list of Llama names hits in LLaDA: four of the seven.
 LLADA_TARGETS = {
     "all": r".*\.blocks\.\d+\.(q_proj|k_proj|v_proj|attn_out|ff_proj|up_proj|ff_out)",
+    "attention": r".*\.blocks\.\d+\.(q_proj|k_proj|v_proj|attn_out)",
     "released": r".*\.blocks\.\d+\.(q_proj|k_proj|v_proj|up_proj)",
 }
 # The same matrices under the names of other layouts.
 _DECODER_TARGETS = {
     "all": r".*\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts\.)?(gate|up|down)_proj)",
+    "attention": r".*\.layers\.\d+\.self_attn\.[qkvo]_proj",
     "released": r".*\.layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(shared_experts\.)?up_proj)",
 }
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # one tensor a layer
 _BERT = r".*\.encoder\.layer\.\d+\."
 _TARGETS = {
     "llada": LLADA_TARGETS,
     "bert": {
         "all": _BERT + r"(attention\.self\.(query|key|value)|(attention\.)?output\.dense"
         r"|intermediate\.dense)",
+        "attention": _BERT + r"attention\.(self\.(query|key|value)|output\.dense)",
         "released": _BERT + r"(attention\.self\.(query|key|value)|intermediate\.dense)",
     },
     "modernbert": {  # Wqkv is q, k and v; Wi is gate and up
         "all": r".*\.layers\.\d+\.(attn\.(Wqkv|Wo)|mlp\.(Wi|Wo))",
+        "attention": r".*\.layers\.\d+\.attn\.(Wqkv|Wo)",
         "released": r".*\.layers\.\d+\.(attn\.Wqkv|mlp\.Wi)",
     },
 }
@@ -55,12 +67,18 @@ _TARGETS = {
 
 def add_lora(backbone: Backbone, config: LoraConfig, seed: int) -> None:
     """Wrap `backbone.model` with adapters in place (fp32 parameters, frozen base). A is drawn from
-    `seed`, B is zero."""
+    `seed`, B is zero. ValueError for the routed experts of a model that has none."""
     import peft
 
+    routed = config.targets == "experts"
+    if routed and backbone.base_model.config.model_type not in MIXTURES:
+        raise ValueError(
+            "--lora.targets experts: this model has no routed experts, leave it at all"
+        )
     lora = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout,
-        target_modules=_targets(backbone, config.targets), bias="none",
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, bias="none",
+        target_modules=_targets(backbone, "all" if routed else config.targets),
+        target_parameters=_EXPERTS if routed else None,
     )  # fmt: skip
     torch.manual_seed(seed)
     _wrap(backbone, lora)
@@ -81,7 +99,7 @@ def add_adapter(backbone: Backbone, peft_config: peft.PeftConfig, seed: int) -> 
         peft_config.target_modules = _targets(backbone, "all")
     if not isinstance(targets := getattr(peft_config, "target_modules", ()), str):
         names = [name for name, _ in backbone.model.named_modules()]
-        absent = sorted(t for t in targets if not any(_ends(name, t) for name in names))
+        absent = sorted(t for t in targets if not any(ends_in(name, t) for name in names))
         if absent:  # peft leaves them out in silence as long as another one fits
             raise ValueError(
                 f"peft_config: no module of this model is called {', '.join(absent)}; without "
@@ -100,10 +118,13 @@ def _targets(backbone: Backbone, which: str) -> str:
 def _wrap(backbone: Backbone, lora: peft.PeftConfig) -> None:
     import peft
 
+    from bwsft.models.expert_lora import multiply_in_turn
+
     with warnings.catch_warnings():
         # peft asks transformers for a property by its old name.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         backbone.model = peft.get_peft_model(backbone.model, lora)
+    multiply_in_turn(backbone.model)
     # Adapters keep fp32 parameters, but their matmuls run in the autocast dtype on CUDA: peft would
     # cast every adapter's input to fp32 first, which is up to a quarter more activation memory.
     for module in backbone.model.modules():
@@ -126,13 +147,15 @@ def load_adapter(backbone: Backbone, folder: Path | str) -> None:
     with opened(file) as handle:
         names = [name for name in handle.keys() if not _REPEATED.search(name)]
         shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in names}
-    ranks = _adapted(backbone, shapes, file)
-    whole = _whole_weights(backbone, shapes, stored, file)
-    _check_targets(backbone, stored, ranks, whole, folder)
+    ranks = adapted(backbone, shapes, stored, file)
+    whole = whole_weights(backbone, shapes, stored, file)
+    check_targets(backbone, stored, ranks, whole, folder)
     alphas = stored.alphas(list(ranks))
     same = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias")
+    stacks = {name for name, _ in backbone.model.named_parameters()} & ranks.keys()
     lora = peft.LoraConfig(
-        target_modules=sorted(ranks),
+        target_modules=sorted(ranks.keys() - stacks),
+        target_parameters=sorted(stacks) or None,
         rank_pattern={re.escape(n): rank for n, rank in ranks.items() if rank != stored.r},
         alpha_pattern={re.escape(n): alpha for n, alpha in alphas.items()},
         inference_mode=True,
@@ -147,81 +170,10 @@ def load_adapter(backbone: Backbone, folder: Path | str) -> None:
     backbone.model.requires_grad_(False)
     _set_adapter_weights(file, tensors, backbone)
     # What a merge must know: these are no low-rank updates of matrices.
-    embeddings = [name for name in ranks if f"{_PREFIX}{name}.lora_embedding_A" in shapes]
+    embeddings = [name for name in ranks if f"{PREFIX}{name}.lora_embedding_A" in shapes]
     others = {*rows, *embeddings, *(place for place in taken if not place.endswith("bias"))}
     lora.modules_to_save = sorted(others) or None
     lora.bias = stored.bias if any(p.endswith("bias") for p in taken) else "none"
-
-
-def _adapted(backbone: Backbone, shapes: Shapes, file: Path) -> dict[str, int]:
-    """Module name -> rank of its adapter, from the file's header alone."""
-    modules, head = dict(backbone.model.named_modules()), backbone.head()[0]
-    ranks = {}
-    for tensor, shape in shapes.items():
-        pattern = rf"{re.escape(_PREFIX)}(.+)\.lora_(?:(A|B)\.weight|embedding_(A|B))"
-        found = re.fullmatch(pattern, tensor)
-        if found is None:
-            continue  # a whole weight; or unknown, or DoRA's magnitude: compared by name later
-        name, side = found[1], found[2] or found[3]
-        module, kind = modules.get(name), nn.Embedding if found[3] else nn.Linear
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Linear | nn.Embedding) and weight is head:
-            raise ValueError(
-                f"{file}: target_modules has {name:.200}, the LM head, whose loss is fused with "
-                "its matrix: merge the adapter with peft, then name the merged folder"
-            )
-        if not isinstance(module, kind):
-            raise ValueError(
-                f"{file} adapts {name:.200}, which is no inner matrix of this model: it is an "
-                "adapter of another one"
-            )
-        # A is [rank, in] and B [out, rank], of a Linear's weight [out, in] and of an Embedding's,
-        # which is [in, out].
-        down = side == "A"
-        if len(shape) != 2 or shape[down] != weight.shape[down != (kind is nn.Embedding)]:
-            raise ValueError(
-                f"{file}: {tensor} has shape {shape}, which does not fit a matrix of shape "
-                f"{tuple(weight.shape)}: it is an adapter of another model"
-            )
-        if ranks.setdefault(name, shape[not down]) != shape[not down]:
-            raise ValueError(f"{file}: {name} has matrices of different rank: copy it again")
-    if not ranks:
-        raise ValueError(f"{file} holds no LoRA matrices")
-    return ranks
-
-
-def _whole_weights(
-    backbone: Backbone, shapes: Shapes, stored: AdapterConfig, file: Path
-) -> dict[str, str]:
-    """Tensor of the file -> parameter of the model whose place it takes: those that
-    modules_to_save and bias name, and embeddings, which peft saves if their number changed."""
-    parameters = dict(backbone.model.named_parameters(remove_duplicate=False))
-    model = backbone.base_model
-    embeddings = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
-    found = {}
-    for tensor, shape in shapes.items():
-        place = tensor.removeprefix(_PREFIX).replace(".base_layer.", ".")
-        weight = parameters.get(place)
-        if weight is None or not (
-            _is_saved(place, stored.modules_to_save or ())
-            or (stored.bias != "none" and place.endswith("bias"))
-            or any(weight is other for other in embeddings)
-        ):
-            continue  # a LoRA matrix; or unknown: compared by name later
-        if shape != tuple(weight.shape):
-            raise ValueError(
-                f"{file}: {tensor} has shape {shape}, the model's is {tuple(weight.shape)}: it is "
-                "an adapter of another model"
-            )
-        found[tensor] = place
-    return found
-
-
-def _is_saved(place: str, modules_to_save: Sequence[str]) -> bool:
-    """Whether a parameter is in one of these modules, which peft knows by the end of a name."""
-    parts = place.split(".")
-    modules = (".".join(parts[:n]) for n in range(1, len(parts)))
-    return any(module.endswith(name) for module in modules for name in modules_to_save)
 
 
 @torch.no_grad()
@@ -232,7 +184,7 @@ def _take_weights(backbone: Backbone, taken: dict[str, Tensor], stored: AdapterC
         module, _, name = place.rpartition(".")
         owner = backbone.model.get_submodule(module)
         old = getattr(owner, name)
-        if _is_saved(place, stored.modules_to_save or ()) and not stored.ensure_weight_tying:
+        if is_saved(place, stored.modules_to_save or ()) and not stored.ensure_weight_tying:
             setattr(owner, name, nn.Parameter(tensor.to(old.device, old.dtype)))
         else:
             old.copy_(tensor)
@@ -253,45 +205,6 @@ def _take_rows(
                 "this model: take both files from the same adapter"
             )
         weight[list(ids)] = tensor.to(weight.device, weight.dtype)
-
-
-def _check_targets(
-    backbone: Backbone, stored: AdapterConfig, ranks: dict[str, int], whole: dict[str, str],
-    folder: Path | str,
-) -> None:  # fmt: skip
-    """``ValueError`` where adapter_config.json contradicts the tensors; a warning of names that no
-    module of this model has."""
-    if not stored.rank_pattern and (odd := [n for n, rank in ranks.items() if rank != stored.r]):
-        raise ValueError(
-            f"{folder}: adapter_config.json says r = {stored.r}, but {odd[0]} has rank "
-            f"{ranks[odd[0]]}: take both files from the same adapter"
-        )
-    pattern, saved = isinstance(stored.target_modules, str), stored.modules_to_save or ()
-    modules, unknown = [name for name, _ in backbone.model.named_modules()], []
-    for target in (*(() if pattern else stored.target_modules), *saved):
-        held = any(_ends(name, target) for name in ranks) or any(
-            _is_saved(place, (target,)) for place in whole.values() if target in saved
-        )
-        if held:
-            continue
-        if not any(_ends(name, target) for name in modules):
-            unknown.append(target)
-        elif stored.exclude_modules is None:
-            raise ValueError(
-                f"{folder}: adapter_config.json targets {target:.80}, but no tensor belongs to it: "
-                "take both files from the same adapter"
-            )
-    if unknown:
-        names = ", ".join(sorted(f"{name:.80}" for name in unknown))
-        warnings.warn(
-            f"{folder}: this model has no module {names}, which adapter_config.json names: "
-            "ignored, as by peft",
-            stacklevel=3,
-        )
-
-
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def load_adapter_weights(folder: Path | str, backbone: Backbone) -> None:

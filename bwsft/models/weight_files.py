@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -119,16 +122,39 @@ def _as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {renamed(name): tensor for name, tensor in found.items()}
 
 
-def stored_rows(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """Name of each of a model's matrices -> the tensor of its files that holds it, and the first of
-    its rows there: queries, keys and values may be one matrix."""
-    names = [name for name, tensor in model.state_dict().items() if tensor.ndim == 2]
-    shapes, found = model.state_dict(), {}
-    marks = {name: torch.full((len(shapes[name]), 1), i) for i, name in enumerate(names)}
-    for stored, rows in _as_stored(model, marks).items():
-        marked = rows[:, 0]
-        starts = torch.cat([marked.new_ones(1), marked.diff()]).nonzero()[:, 0]
-        found |= {names[int(marked[i])]: (stored, int(i)) for i in starts}
+class Rows(NamedTuple):
+    """Rows of a matrix, or of one in a stack of them, and where a model's files have them."""
+
+    tensor: str
+    first: int  # of the tensor's rows
+    matrix: int
+    start: int  # of the matrix's rows
+    count: int
+
+
+def stored_rows(model: nn.Module) -> dict[str, list[Rows]]:
+    """Name of each of a model's matrices, and of its stacks of them -> where its files have the
+    rows: queries, keys and values may be one tensor there, and experts are one each."""
+    marks: dict[str, Tensor] = {}
+    begins: dict[int, tuple[str, int]] = {}  # number of a matrix's first row -> its name and index
+    number = 0
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim in (2, 3):
+            matrices, rows = (1, *tensor.shape)[-3:-1]
+            begins |= {number + i * (rows + 1): (name, i) for i in range(matrices)}
+            numbers = torch.arange(number, number + matrices * (rows + 1)).view(matrices, -1, 1)
+            marks[name] = numbers[:, :-1].reshape(*tensor.shape[:-1], 1)
+            number += matrices * (rows + 1)  # one is left out, so that no two matrices adjoin
+    firsts, found = sorted(begins), {}
+    for stored, numbers in _as_stored(model, marks).items():
+        numbers = numbers.flatten()
+        breaks = [0, *(numbers.diff() != 1).nonzero()[:, 0].add(1).tolist(), len(numbers)]
+        for first, end in itertools.pairwise(breaks):
+            at = int(numbers[first])
+            begin = firsts[bisect.bisect_right(firsts, at) - 1]
+            name, matrix = begins[begin]
+            rows = Rows(stored, first, matrix, at - begin, end - first)
+            found.setdefault(name, []).append(rows)
     return found
 
 

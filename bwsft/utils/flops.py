@@ -33,6 +33,7 @@ def flop_counter() -> FlopCounterMode:
         ops.linear_argmax: lambda x, weight, *_, **__: 2 * x[0] * weight.numel(),
         ops.linear_cross_entropy: _loss_flops,
         ops.linear_cross_entropy_bwd: _loss_bwd_flops,
+        torch.ops.aten._grouped_mm: _grouped_flops,
     }
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
@@ -61,6 +62,12 @@ def _range_flops(products: int) -> Callable[..., int]:
 
     count._get_raw = True  # torch's word for tensors in place of their shapes
     return count
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    """Of a product of sorted rows [S, I] with [E, I, O], or its gradients: [S, O] with [E, O, I],
+    and [I, S] with [S, O], whose columns and rows belong to E matrices."""
+    return 2 * a[-2] * a[-1] * b[-1]
 
 
 def _loss_flops(

@@ -1,11 +1,13 @@
 """`bwsft train --dry-run` against a real step of the same run."""
 
+import copy
 import dataclasses
 import json
 
 import pytest
 import torch
 from thinning import thinned
+from tiny_experts import CONFIGS as EXPERTS
 
 from bwsft import config as c
 from bwsft import presets
@@ -13,7 +15,7 @@ from bwsft.checkpoints.resolve import TINY
 from bwsft.cli import main
 from bwsft.commands import dry_run, hollow_run
 from bwsft.models.families import family_of, model_class, wrap
-from bwsft.models.loading import load_backbone
+from bwsft.models.loading import load_backbone, new_backbone
 from bwsft.models.lora import add_lora
 from bwsft.objectives.config import ObjectiveConfig
 
@@ -77,6 +79,22 @@ def test_other_layouts_from_config_json_alone(name, kind, tmp_path):
         add_lora(real, config.lora, seed=0)
     assert dataclasses.astuple(found) == tuple(dry_run.step_of(config, real.train()))
     assert found.tokens and found.flops
+
+
+@pytest.mark.parametrize("kind", thinned(["llada2_moe", "lladamoe", "sdar_moe"]))
+def test_mixtures_of_experts(kind):
+    """Three layers, the first one dense in two of the families; adapters are on experts. On a card
+    one product takes the place of those of a layer's experts."""
+    shape = copy.deepcopy(EXPERTS[kind])
+    shape.num_hidden_layers, shape.moe_intermediate_size = 3, 16
+    config = dataclasses.replace(
+        presets.debug(), context="block_causal", block_size=8, gen_length=32, max_length=64,
+        lora=c.LoraConfig(rank=8, targets="experts", dropout=0.0),
+    )  # fmt: skip
+    real = new_backbone(shape)
+    add_lora(real, config.lora, seed=0)
+    found = dry_run.count(dataclasses.replace(config, device="cuda"), shape)
+    assert dataclasses.astuple(found) == tuple(dry_run.step_of(config, real.train()))
 
 
 def test_what_it_prints(capsys):

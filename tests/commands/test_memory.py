@@ -8,6 +8,7 @@ import torch
 import yaml
 from lib.memory import tensor_bytes
 from thinning import thinned
+from tiny_experts import CONFIGS as EXPERTS
 from transformers import Qwen3Config
 
 from bwsft import config as c
@@ -15,6 +16,7 @@ from bwsft import presets
 from bwsft.cli import main
 from bwsft.commands import card_memory, dry_run, hollow_run
 from bwsft.models.backbone import trainable
+from bwsft.models.experts import LLaDA2MoeConfig
 from bwsft.models.hollow import with_layers
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import new_backbone
@@ -34,6 +36,8 @@ QWEN3 = Qwen3Config(
     intermediate_size=256, max_position_embeddings=256, tie_word_embeddings=True, logit_shift=1,
     **SIZES,
 )  # fmt: skip
+MIXTURE = LLaDA2MoeConfig.from_dict(EXPERTS["llada2_moe"].to_dict() | SIZES
+                                    | {"max_position_embeddings": 256})  # fmt: skip
 LORA = {"lora": c.LoraConfig(rank=32)}
 PAIR = {"draws_per_context": 2, "objective": ObjectiveConfig(pairs=True)}
 CASES = {
@@ -45,6 +49,10 @@ CASES = {
     "qwen3, exact, adapters, recomputed": (QWEN3, {"grad_checkpointing": True} | LORA),
     "qwen3, cached, all weights": (QWEN3, {"context": "cached"}),
     "qwen3, block-causal, adapters": (QWEN3, {"context": "block_causal"} | PAIR | LORA),
+    "a mixture, adapters on experts": (
+        MIXTURE,
+        {"context": "block_causal", "lora": c.LoraConfig(rank=8, targets="experts", dropout=0.0)},
+    ),
 }  # fmt: skip
 
 
