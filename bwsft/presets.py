@@ -89,9 +89,47 @@ def qwen3_4b_lora() -> Config:
     )  # fmt: skip
 
 
+def sdar_30b_a3b_lora() -> Config:
+    """SDAR-30B-A3B-Chat with LoRA r 64 on attention, in bf16 on one 80 GB card: block-causal,
+    blocks of 4. Its decoder is --recipe sdar-dynamic."""
+    return dataclasses.replace(
+        sdar_4b_lora(), preset="sdar-30b-a3b-lora", model="JetLM/SDAR-30B-A3B-Chat",
+        lora=LoraConfig(rank=64, alpha=128.0), micro_batch_size=2,
+    )  # fmt: skip
+
+
+def llada_moe_7b_lora() -> Config:
+    """LLaDA-MoE-7B-A1B-Instruct with LoRA r 256 on attention, in bf16 on one 80 GB card, by its
+    chat template."""
+    return dataclasses.replace(
+        llada_8b_lora(), preset="llada-moe-7b-lora",
+        model="inclusionAI/LLaDA-MoE-7B-A1B-Instruct", dataset=DataConfig(template="chat"),
+    )  # fmt: skip
+
+
+def llada2_mini_lora() -> Config:
+    """LLaDA2.0-mini with LoRA r 256 on attention, the dense layer and shared experts, in bf16 on
+    one 80 GB card: block-causal, blocks of 32. Its decoder is --recipe llada2."""
+    return dataclasses.replace(
+        sdar_4b_lora(), preset="llada2-mini-lora", model="inclusionAI/LLaDA2.0-mini",
+        block_size=32,
+    )  # fmt: skip
+
+
+def fast_dllm_v2_7b_lora() -> Config:
+    """Fast_dLLM_v2_7B with LoRA r 256 in bf16 on one 80 GB card: block-causal, blocks of 32, a
+    complementary pair of noisy copies as in its paper. Its decoder is --recipe fast-dllm-v2."""
+    return dataclasses.replace(
+        llada_8b_dense(), preset="fast-dllm-v2-7b-lora",
+        model="Efficient-Large-Model/Fast_dLLM_v2_7B", dataset=DataConfig(template="chat"),
+    )  # fmt: skip
+
+
 PRESETS = {
     "debug": debug, "llada-8b-lora": llada_8b_lora, "llada-8b-dense": llada_8b_dense,
     "dream-7b-lora": dream_7b_lora, "sdar-4b-lora": sdar_4b_lora, "qwen3-4b-lora": qwen3_4b_lora,
+    "fast-dllm-v2-7b-lora": fast_dllm_v2_7b_lora, "llada-moe-7b-lora": llada_moe_7b_lora,
+    "llada2-mini-lora": llada2_mini_lora, "sdar-30b-a3b-lora": sdar_30b_a3b_lora,
     "paper": paper, "released": released,
 }  # fmt: skip
 EXACT = ("paper", "released")  # what they reproduce has lengths of its own

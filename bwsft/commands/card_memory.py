@@ -21,6 +21,7 @@ from bwsft import config as c
 from bwsft.commands.hollow_run import by_layers, is_on_a_card, mode_of, nominal_batch
 from bwsft.models.backbone import Backbone, trainable
 from bwsft.models.hollow import layer_kinds
+from bwsft.models.support import MIXTURES
 from bwsft.objectives.base import Place
 from bwsft.training.optim import make_optimizer
 from bwsft.utils.config_check import flat
@@ -63,17 +64,18 @@ def settings_that_fit(
     """The run, and its peak, with fewer sequences at a time, then recomputed activations, matrices
     in nf4 and a lower rank too, each with the largest micro-batch that fits: what changes least
     comes first."""
-    for ways in alternatives(config):
+    for ways in alternatives(config, shape):
         for way in ways:
             if (found := largest_micro_batch(way, shape, memory)) is not None:
                 yield found
                 break
 
 
-def alternatives(config: c.Config) -> Iterator[list[c.Config]]:
+def alternatives(config: c.Config, shape: Any) -> Iterator[list[c.Config]]:
     """Lists of settings, of each of which the first that fits is wanted."""
+    dense = getattr(shape, "model_type", None) not in MIXTURES
     lora, quantized = config.lora, [config.lora]
-    if is_on_a_card(config) and lora.rank and config.model and config.parallel == "ddp":
+    if is_on_a_card(config) and lora.rank and config.model and config.parallel == "ddp" and dense:
         quantized.append(dataclasses.replace(lora, quantize="nf4"))
     for kind in dict.fromkeys(quantized):
         for again in dict.fromkeys((config.grad_checkpointing, True)):

@@ -104,7 +104,7 @@ def some_that_fit(
     """Up to so many of settings_that_fit, one at least: else ValueError with what is needed."""
     found = list(itertools.islice(settings_that_fit(config, shape, room), number))
     if not found:
-        *_, last = (way for ways in alternatives(config) for way in ways)
+        *_, last = (way for ways in alternatives(config, shape) for way in ways)
         least = peak_of(dataclasses.replace(last, micro_batch_size=1), shape)
         raise ValueError(
             f"no settings fit {sized(room)}, of which a tenth is to stay free: with "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -50,12 +51,12 @@ def countable(config: c.Config) -> c.Config:
 
 
 def shape_of(config: c.Config) -> Any:
-    """The model's config: a folder's, the embedded base's, or LLaDA-8B's for a LLaDA of the Hub,
-    which is not looked up. Where config.json lacks [MASK] or an end token, their ids change no
-    count. ValueError for another name than a folder's."""
+    """The model's config: a folder's, the embedded base's, or LLaDA-8B's for LLaDA-8B and 1.5 of
+    the Hub, which is not looked up. Where config.json lacks [MASK] or an end token, their ids
+    change no count. ValueError for another name than a folder's."""
     folder = Path(config.model) if config.model else TINY
     if not folder.is_dir():
-        if "llada" in folder.name.lower():
+        if re.match(r"llada-(8b|1\.5)", folder.name, re.IGNORECASE):
             return LladaConfig()
         raise ValueError(
             f"--dry-run asks no Hub: hf download {config.model} config.json --local-dir DIR, then "

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bwsft import presets
 from bwsft.checkpoints.resolve import TINY
 from bwsft.cli import main
 from bwsft.commands import dry_run, hollow_run
+from bwsft.decoding.recipes import RECIPES
 from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.loading import load_backbone, new_backbone
 from bwsft.models.lora import add_lora
@@ -97,6 +99,59 @@ def test_mixtures_of_experts(kind):
     assert dataclasses.astuple(found) == tuple(dry_run.step_of(config, real.train()))
 
 
+# What the published config.json of each preset's model says of its sizes.
+HEADS = {"num_attention_heads": 16, "head_dim": 128, "hidden_size": 2048}
+TOP8 = {"num_experts_per_tok": 8, "max_position_embeddings": 32768, "eos_token_id": 151645}
+PUBLISHED = {
+    "llada-moe-7b-lora": {
+        "model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "hidden_size": 2048,
+        "dense_intermediate_size": 8192, "expert_intermediate_size": 1024, "num_experts": 64,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "vocab_size": 157184,
+    },
+    "sdar-30b-a3b-lora": {
+        **HEADS, "model_type": "sdar_moe", "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "moe_intermediate_size": 768, "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+    "llada2-mini-lora": {
+        **HEADS, "model_type": "llada2_moe", "intermediate_size": 5120, "num_hidden_layers": 20,
+        "num_key_value_heads": 4, "num_experts": 256, "moe_intermediate_size": 512, "n_group": 8,
+        "topk_group": 4, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5,
+        "vocab_size": 157184, "tie_word_embeddings": False, "first_k_dense_replace": 1,
+    },
+    "fast-dllm-v2-7b-lora": {
+        "model_type": "Fast_dLLM_Qwen", "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "tie_word_embeddings": False, "bd_size": 32,
+    },
+}  # fmt: skip
+WEIGHTS = {  # GiB of bfloat16: 7.4, 30.5, 16.3 and 7.6 G, and of fp32 adapters
+    "llada-moe-7b-lora": 14.0, "sdar-30b-a3b-lora": 57.1, "llada2-mini-lora": 30.7,
+    "fast-dllm-v2-7b-lora": 16.6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", thinned(PUBLISHED, 4))
+def test_a_preset_fits_its_card(preset, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(TOP8 | PUBLISHED[preset]))
+    words = ["--model", str(tmp_path), "--dry-run", "--memory", "80GB"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", preset, *words])
+    out = capsys.readouterr().out
+    assert "card: it fits 74.51 GiB, with a tenth to spare" in out
+    assert float(re.search(r"weights ([\d.]+) GiB", out)[1]) == pytest.approx(WEIGHTS[preset], 0.01)
+
+
+@pytest.mark.parametrize(("preset", "recipe"), [
+    ("sdar-30b-a3b-lora", "sdar-dynamic"), ("llada2-mini-lora", "llada2"),
+    ("fast-dllm-v2-7b-lora", "fast-dllm-v2"),
+])  # fmt: skip
+def test_a_preset_trains_what_its_recipe_decodes(preset, recipe):
+    config, settings = presets.PRESETS[preset](), RECIPES[recipe].settings
+    assert f"--recipe {recipe}." in presets.PRESETS[preset].__doc__.replace("\n    ", " ")
+    assert (config.block_size, config.context) == (settings["block_size"], settings["context"])
+
+
 def test_what_it_prints(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["train", "llada-8b-dense", "--dry-run"])
@@ -111,6 +166,7 @@ def test_what_it_prints(capsys):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["debug", "--objective.name", "mdlm"], "counts blockwise and classical SFT"),
+    (["llada-moe-7b-lora"], "hf download inclusionAI/LLaDA-MoE-7B-A1B-Instruct config.json"),
     (["sdar-4b-lora"], "hf download JetLM/SDAR-4B-Chat config.json --local-dir DIR"),
 ])
 def test_what_it_cannot_count(words, message, capsys):

@@ -181,7 +181,10 @@ def start_of(name, mode):
 
 @pytest.mark.parametrize(("preset", "name"), [
     ("llada-8b-lora", "llada"), ("llada-8b-dense", "llada"), ("dream-7b-lora", "Dream"),
-    ("sdar-4b-lora", "sdar"), ("qwen3-4b-lora", "qwen3"),
+    ("sdar-4b-lora", "sdar"), ("qwen3-4b-lora", "qwen3"), ("llada-moe-7b-lora", "lladamoe"),
+    pytest.param("sdar-30b-a3b-lora", "sdar_moe", marks=pytest.mark.slow),
+    pytest.param("fast-dllm-v2-7b-lora", "fast_dllm", marks=pytest.mark.slow),
+    pytest.param("llada2-mini-lora", "llada2_moe", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_preset_trains_its_family(preset, name, folders, data_file, tmp_path, monkeypatch):
     """A small model of the family in the place of its own, lengths from the data, then decoding."""
