@@ -21,10 +21,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DynamicCache
 
+from bwsft.config import Config
 from bwsft.data.packing import Batch
-from bwsft.models.diffusion_gemma import DiffusionGemmaBackbone
+from bwsft.models.backbone import Backbone
+from bwsft.models.loading import as_backbone
 from bwsft.objectives.base import Place
-from bwsft.training.canvases import canvas_mode
+from bwsft.objectives.config import ObjectiveConfig, UniformConfig
+from bwsft.objectives.uniform import Uniform
+from bwsft.training.context_modes import BlockCausal, make_mode
 from bwsft.utils.flops import flop_counter
 
 PROMPT, CANVASES, CAP, AR_WEIGHT = 256, 8, 30.0, 0.5
@@ -101,6 +105,17 @@ def example_step(
     return loss + AR_WEIGHT * cross_entropy(clean[0, :-1], ids[1:])
 
 
+def mode_of(backbone: Backbone, canvas: int, seed: int = 0, **uniform: float) -> BlockCausal:
+    """The context mode of a run of `bwsft train` on a model."""
+    objective = ObjectiveConfig(name="uniform", uniform=UniformConfig(**uniform))
+    config = Config(
+        seed=seed, block_size=canvas, context="block_causal", clean_attention="causal",
+        ar_weight=AR_WEIGHT, objective=objective,
+    )  # fmt: skip
+    made = Uniform.of(config, backbone.family)
+    return make_mode(config, backbone.family, backbone, made, torch.device("cpu"))
+
+
 def counted(canvas: int) -> tuple[float, float]:
     """FLOPs per supervised token of the small model: (the example, ours), forward and backward.
     Half of the example's steps see their own prediction, and half of our canvases."""
@@ -111,8 +126,7 @@ def counted(canvas: int) -> tuple[float, float]:
             start = PROMPT + CANVASES // 2 * canvas
             example_step(model, ids, start, canvas, conditioned).backward()
         theirs += flops.get_total_flops() / 2 / canvas
-    mode = canvas_mode(DiffusionGemmaBackbone(small_model(canvas)), seed=_even_seed(canvas),
-                       ar_weight=AR_WEIGHT)  # fmt: skip
+    mode = mode_of(as_backbone(small_model(canvas)), canvas, _even_seed(canvas))
     with flop_counter() as flops:
         for loss in mode.losses(small_batch(canvas), Place(0, 0, 1, 1)):
             loss.total.backward()
@@ -121,10 +135,10 @@ def counted(canvas: int) -> tuple[float, float]:
 
 def _even_seed(canvas: int) -> int:
     """A seed with which half of the canvases see their own prediction."""
-    batch, backbone = small_batch(canvas), DiffusionGemmaBackbone(small_model(canvas))
+    batch, backbone = small_batch(canvas), as_backbone(small_model(canvas))
     for seed in range(100):
-        mode = canvas_mode(backbone, seed=seed)
-        if int(mode.objective.conditioned(batch, 0).sum()) == CANVASES // 2 * canvas:
+        draw = mode_of(backbone, canvas, seed).objective.one_pass_draw(batch)
+        if int(draw.conditioned.sum()) == CANVASES // 2 * canvas:
             return seed
     raise RuntimeError("no seed of a hundred conditions half of the canvases")
 
@@ -201,12 +215,12 @@ def loss_memory(loss: Callable[..., Tensor], **options: float) -> int:
 def parity(canvas: int, dtype: torch.dtype) -> tuple[float, float, float]:
     """Largest difference of logits from inference's, canvas by canvas: (ours, the example's), and
     the largest logit."""
-    backbone, batch = DiffusionGemmaBackbone(small_model(canvas).to(dtype)), small_batch(canvas)
-    mode = canvas_mode(backbone, self_conditioning=0.0)
+    backbone, batch = as_backbone(small_model(canvas).to(dtype)), small_batch(canvas)
+    mode = mode_of(backbone, canvas, self_conditioning=0.0)
     one = mode.laid_out(batch, list(mode.objective.draws(batch, Place(0, 0, 1, 1), None))).noisy
     hidden, index = backbone._rows_of(one, one.noisy_rows, None)
     found = CAP * torch.tanh(hidden[index] @ backbone.head()[0].t() / CAP)
-    model, worst, theirs, largest = backbone.release(), 0.0, 0.0, 0.0
+    model, worst, theirs, largest = backbone.base_model, 0.0, 0.0, 0.0
     for number, rows in enumerate(one.noisy_rows.split(canvas)):
         start, noisy = PROMPT + number * canvas, one.ids[rows][None]
         cache = DynamicCache(config=model.config.text_config)
@@ -265,7 +279,7 @@ def page() -> str:
         "experts of a token as they run.",
         f"- Memory: tensor bytes on a CPU beside hidden states and head, inside of operators too, "
         f"hidden size {WIDTH}; on a GPU nothing was measured.",
-        "- One canvas alone (`bwsft.objectives.uniform.one_block`) makes a step cheaper, but pays "
+        "- One canvas alone (`--objective.uniform.one-block`) makes a step cheaper, but pays "
         "for a whole encoder pass: the gain is that one such pass serves all canvases.",
     ]
     return "\n".join(parts) + "\n"

@@ -313,6 +313,12 @@ def _validate_context(config: Config) -> None:
             "--objective.suffix-weight needs --context exact with gradients through the context: "
             "elsewhere the suffix is a constant, or absent"
         )
+    if objective.name == "uniform" and (config.context, config.clean_attention) != (
+        "block_causal", "causal"
+    ):  # fmt: skip
+        raise ValueError(
+            "--objective.name uniform needs --context block_causal --clean-attention causal"
+        )
     if config.context == "exact":
         return
     if not objective.has_blocks:

@@ -7,6 +7,7 @@ the official code of LLaDA, Dream and SDAR call the same facts.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from bwsft.utils import config_check, strict_json
 from bwsft.utils.files import write_atomic
 
 FILE, KEY = "generation_config.json", "bwsft"
+OWN_FILE = "bwsft.json"  # for a model whose sampler refuses fields that it does not know
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +83,11 @@ def contract_of_state(state: dict) -> DecodingContract:
 
 
 def read_contract(folder: Path | str) -> DecodingContract | None:
-    """What a folder's generation_config.json says, None where it says nothing; ValueError, naming
-    the file, for what is no contract."""
-    file = Path(folder) / FILE
-    if not file.is_file():
+    """What a folder's generation_config.json says, or the file for those that cannot say it; None
+    where nothing is said; ValueError, naming the file, for what is no contract."""
+    files = (Path(folder) / name for name in (OWN_FILE, FILE))
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
         return None
     found = strict_json.read_object(file).get(KEY)
     if isinstance(found, dict):  # a later version may say more
@@ -101,8 +104,17 @@ def read_contract(folder: Path | str) -> DecodingContract | None:
 def write_generation_config(
     folder: Path | str, backbone: Backbone, contract: DecodingContract | None
 ) -> None:
-    """Write generation_config.json; without a contract, the model's token ids alone."""
+    """Write generation_config.json; without a contract, the model's token ids alone. A model that
+    has a sampler of its own keeps its settings, and the contract goes beside them."""
     config, family = backbone.base_model.config, backbone.family
+    if family.noise != "mask":
+        sampler = copy.copy(backbone.base_model.generation_config)
+        sampler.eos_token_id = list(contract.end_ids if contract else family.end_ids)
+        write_atomic(Path(folder) / FILE, sampler.to_json_string())
+        if contract:
+            content = {KEY: dataclasses.asdict(contract)}
+            write_atomic(Path(folder) / OWN_FILE, json.dumps(content, indent=2) + "\n")
+        return
     values: dict[str, Any] = {
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": list(contract.end_ids if contract else family.end_ids),

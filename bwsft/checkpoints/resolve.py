@@ -7,6 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from bwsft.data.tokenizer import (
     tokenizer_content,
 )
 from bwsft.models.adapter_config import ADAPTER_CONFIG, read_adapter_config
-from bwsft.models.backbone import Backbone, Family, check_context
+from bwsft.models.backbone import Backbone, Family
 from bwsft.models.families import Facts, family_of
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.loading import (
@@ -37,6 +38,8 @@ from bwsft.models.loading import (
 )
 from bwsft.models.lora import load_adapter
 from bwsft.models.quantization import quantize, require_bitsandbytes
+from bwsft.models.support import DIFFUSION_GEMMA, kind_of
+from bwsft.models.weight_files import read_json
 from bwsft.utils import hub
 from bwsft.utils.devices import pick_device
 from bwsft.utils.identity import short
@@ -48,6 +51,7 @@ EMBEDDED = "embedded"
 OWN_BASE = "base"
 # What a foreign model does not say, and a user can.
 GUESSED = ("template", "context", "block_size", "gen_length")
+BLOCK_SIZES = ("block_size", "canvas_length")  # names in a config.json
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,17 @@ def locate(model: str) -> tuple[str, dict | None]:
     return (str(path) if path.exists() else model), None
 
 
+def canvas_of(model: str) -> int | None:
+    """Tokens of a canvas that a model fills with random tokens; None of a model with a [MASK], and
+    of one that is not there or not known."""
+    try:
+        found = read_json(model_folder(locate(model)[0], ("config.json",)) / "config.json")
+    except (OSError, ValueError):  # whoever loads it says what is wrong
+        return None
+    size = found.get("canvas_length", 256)
+    return size if kind_of(found) == DIFFUSION_GEMMA and isinstance(size, int) else None
+
+
 def plan_tokenizer(config: c.Config) -> str:
     """Folder or Hub id of the run's tokenizer; ValueError for a --model that can't be loaded."""
     source = locate(config.model)[0] if config.model else str(TINY)
@@ -106,7 +121,6 @@ def plan_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
     else:
         plan = stored_model(config, tokenizer)
     check_shift(config.logit_shift, plan.family)
-    check_context(plan.family, config.context)
     return plan
 
 
@@ -130,7 +144,7 @@ def stored_model(config: c.Config, tokenizer: Any) -> ModelPlan:
         require_bitsandbytes()
     facts = Facts.of_tokenizer(tokenizer, config.logit_shift)
     family = read_family(source, facts)
-    mask_id_for(tokenizer, family.mask_id)
+    check_mask(config.mask_token, tokenizer, family)
 
     def build(device: torch.device) -> Backbone:
         dtype = weight_dtype(config, device)
@@ -144,16 +158,25 @@ def stored_model(config: c.Config, tokenizer: Any) -> ModelPlan:
     return ModelPlan(family, source if config.model else EMBEDDED, build)
 
 
+def check_mask(asked: str | None, tokenizer: Any, family: Family) -> None:
+    """ValueError if the tokenizer's [MASK] is not the model's, or if a user names one for a model
+    that has none."""
+    if family.noise == "mask":
+        mask_id_for(tokenizer, family.mask_id)
+    elif asked is not None:
+        raise ValueError("--mask-token: undecided tokens of this model are random, leave it out")
+
+
 def note_block_size(backbone: Backbone, size: int, *, warn: bool = False) -> None:
-    """Where config.json has a block size (SDAR's), it becomes that of the training."""
+    """Where config.json has a block size (SDAR's, DiffusionGemma's canvas), it becomes that of the
+    training."""
     config = backbone.base_model.config
-    if not hasattr(config, "block_size"):
-        return
-    own = config.block_size
-    if warn and own not in (None, size):
-        made = f"the model was made for blocks of {own}"
-        warnings.warn(f"{made}, --block-size is {size}", stacklevel=2)
-    config.block_size = size
+    for name in filter(partial(hasattr, config), BLOCK_SIZES):
+        own = getattr(config, name)
+        if warn and own not in (None, size):
+            made = f"the model was made for blocks of {own}"
+            warnings.warn(f"{made}, --block-size is {size}", stacklevel=2)
+        setattr(config, name, size)
 
 
 def random_model(config: c.Config, tokenizer: Any, folder: Path) -> ModelPlan:
@@ -241,7 +264,7 @@ def load_trained(
             raise
         raise FileNotFoundError(f"{error}; it is the base of the adapter in {source}") from error
     if mask_token is not None:
-        mask_id_for(words, backbone.family.mask_id)
+        check_mask(mask_token, words, backbone.family)
     check_shift(logit_shift, backbone.family)
     if adapter:
         load_adapter(backbone, source)
@@ -278,11 +301,13 @@ def assumed_contract(
     """(what is taken for the contract of a foreign model, the names of what is a mere guess)."""
     family = backbone.family
     block_causal = family.attention == "block_causal"  # it can decode in no other mode
-    made_for = getattr(backbone.base_model.config, "block_size", None)  # SDAR's
+    found = (getattr(backbone.base_model.config, name, None) for name in BLOCK_SIZES)
+    made_for = next(filter(None, found), None)
     size = made_for or c.Config.block_size
     config = c.Config(
         block_size=size, gen_length=-(-c.Config.gen_length // size) * size,
         context="block_causal" if block_causal else "exact",
+        clean_attention=family.clean_attention,
     )  # fmt: skip
     known = ["context"] * block_causal + ["block_size"] * (made_for is not None)
     guesses = (name for name in GUESSED if name not in known)

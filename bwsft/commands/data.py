@@ -17,6 +17,7 @@ from rich.text import Text
 from bwsft import config as c
 from bwsft.checkpoints.resolve import plan_model, plan_tokenizer
 from bwsft.commands.options import DataCommand
+from bwsft.commands.train import follow_model
 from bwsft.data import word_problems
 from bwsft.data.columns import Columns
 from bwsft.data.dataset import TokenizedSet, load_set
@@ -90,6 +91,7 @@ def prepared(command: DataCommand) -> tuple[c.Config, TokenizedSet, Any]:
     chosen = {name: value for name in OF_RUN if (value := getattr(command, name)) is not None}
     data = dataclasses.replace(config.dataset, on_bad="skip", **given)
     config = dataclasses.replace(config, data=command.source, dataset=data, **chosen)
+    config = follow_model(config, set())
     tokenizer = load_tokenizer(plan_tokenizer(config))
     family = plan_model(config, tokenizer, c.run_folder(config)).family
     config = follow_data(config, tokenizer, family)

@@ -15,6 +15,7 @@ from huggingface_hub.repocard import metadata_load
 from bwsft.checkpoints.generation_config import DecodingContract
 from bwsft.checkpoints.resolve import Trained
 from bwsft.commands.export_files import Origin
+from bwsft.objectives.config import ObjectiveConfig
 from bwsft.training.metrics import read_log
 from bwsft.utils import hub
 from bwsft.utils.lines import one_line
@@ -147,7 +148,7 @@ def training(trained: Trained) -> str:
         "blocks": f"{config['block_size']} tokens; canvas {config['dataset']['canvas']} of "
         f"{config['gen_length']}; context {config['context']}",
         "seed": str(config["seed"]),
-        "held-out blockwise NELBO": figures(trained),
+        ObjectiveConfig(name=config["objective"]["name"]).held_out: figures(trained),
     }
     return "\n".join(f"- {what}: {line}" for what, line in lines.items() if line)
 

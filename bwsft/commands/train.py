@@ -13,7 +13,7 @@ from bwsft import config as c
 from bwsft.commands.train_flags import show_all, show_common, spelled
 from bwsft.data import word_problems
 from bwsft.presets import PRESETS, for_own_data
-from bwsft.utils import config_file
+from bwsft.utils import config_check, config_file
 from bwsft.utils.lines import say
 from bwsft.utils.spelling import meant
 
@@ -65,8 +65,35 @@ def parse_train(argv: list[str]) -> c.Config:
     flags = tyro.cli(TrainFlags, default=base, args=words, prog="bwsft train")
     names = [field.name for field in dataclasses.fields(c.Config)]
     config = c.Config(**{name: getattr(flags, name) for name in names})
+    config = follow_model(config, given | {
+        f"--{name}".replace("_", "-") for name in config_check.flat(settings)
+    })  # fmt: skip
     c.validate(config)
     return after_counting(config, flags)
+
+
+def follow_model(config: c.Config, given: set[str]) -> c.Config:
+    """The config with the objective of a model whose undecided tokens are random ones, and its
+    block size, where neither the flags `given` nor a file says an objective."""
+    if (name := config.model) is None:
+        return config
+    named = "diffusiongemma" in name.lower().replace("_", "").replace("-", "")
+    settled = "--objective.name" in given or config.objective.name == "uniform"
+    if settled or not (named or Path(name).is_dir()):  # of another Hub id nothing is asked here
+        return config
+    from bwsft.checkpoints.resolve import canvas_of
+
+    size = canvas_of(name)
+    if size is None:
+        return config
+    size = config.block_size if "--block-size" in given else size
+    length = config.gen_length and -(-config.gen_length // size) * size
+    if length != config.gen_length:
+        say(f"--gen-length {length}: whole canvases of {size}")
+    return dataclasses.replace(
+        config, block_size=size, gen_length=length, context="block_causal",
+        clean_attention="causal", objective=dataclasses.replace(config.objective, name="uniform"),
+    )  # fmt: skip
 
 
 def after_counting(config: c.Config, flags: TrainFlags) -> c.Config:

@@ -41,6 +41,9 @@ class Family:
     # or, "causal", nothing after itself.
     clean_attention: str = "block"
     softcap: float | None = None
+    # What stands where a token is not decided yet: [MASK], or "uniform", any token of the
+    # vocabulary; mask_id then fills what no row sees.
+    noise: str = "mask"
 
 
 class Backbone(nn.Module):

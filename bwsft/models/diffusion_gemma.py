@@ -1,9 +1,9 @@
-"""DiffusionGemma of transformers as one-pass training calls it.
+"""DiffusionGemma of transformers as one-pass training and its own sampler call it.
 
 One set of weights runs twice: a causal encoder, whose keys and values are the context, and a
 decoder that denoises a canvas of tokens, all of which see each other and the context before them.
-Here every canvas of every example of a batch goes through the decoder at once: the encoder runs
-once over the clean rows, and a mask tells each canvas what inference would show it.
+In training every canvas of every example of a batch goes through the decoder at once: the encoder
+runs once over the clean rows, and a mask tells each canvas what inference would show it.
 
 The sliding-window layers keep all keys here, and the mask cuts the window. A cache that drops
 what the window has passed, as in decoding, would hold the end of the whole row, not what was
@@ -14,37 +14,62 @@ T rows, the clean ones and the canvases; W rows of one of both; D hidden size, V
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bwsft.models.backbone import Backbone, Family, active_module, check_ids, check_positions
 from bwsft.models.hf_decoder import checkpoint_layers, without_dropout
 from bwsft.models.kv_cache import CacheShape, Context
+from bwsft.models.support import DIFFUSION_GEMMA
+from bwsft.models.weight_files import read_json
+from bwsft.utils import config_check
 
 _SOFT_BYTES = 256 << 20  # of fp32 logits at a time, for the predictions that a canvas sees
 _ATTENTIONS = ("eager", "sdpa")  # those that take any mask
+_MOST_LAYERS = 1000
+# Left out of text_config, these would silently take the value of the published model.
+_MUST_STATE = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "
+    "max_position_embeddings num_experts top_k_experts moe_intermediate_size"
+).split()
+# Of a layer of full attention, by one spelling or the other.
+_WIDE = {"global_head_dim": int, "num_global_key_value_heads": int | None}
+_OF_LAYERS = ("head_dim", "num_key_value_heads")
+_DTYPES = (None, "float64", "float32", "bfloat16", "float16")
+# The published sampler's settings in generation_config.json.
+_SAMPLER = {
+    "max_denoising_steps": int | None, "t_min": float | None, "t_max": float | None,
+    "stability_threshold": int | None, "confidence_threshold": float | None,
+    "sampler_config": dict[str, str | float] | None,
+}  # fmt: skip
 
 
 class DiffusionGemmaBackbone(Backbone):
     """The trainer's view of a `DiffusionGemmaForBlockDiffusion`, possibly wrapped by peft.
 
     Encoder and decoder share weights, and so they share adapters: put these on
-    ``model.decoder.layers`` alone. :meth:`release` gives the model back for saving or merging.
-    ``ValueError`` for a model with adapters on the encoder, or whose two halves are untied.
+    ``model.decoder.layers`` alone. Images are not read: what reads them is frozen.
+    ``ValueError`` for a model whose two halves are untied, and where it runs, for one with adapters
+    on the encoder.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        super().__init__(model, family_of(base))
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        super().__init__(model, family)
+        base = self.base_model
         _check(base)
         without_dropout(base)
-        self._before = share_layers(base)
+        for part in (base.model.encoder.vision_tower, base.model.encoder.embed_vision):
+            part.requires_grad_(False)
 
     def cache_shape(self) -> CacheShape:
         raise ValueError("DiffusionGemma's layers differ in their keys: it has no context cache")
@@ -57,12 +82,33 @@ class DiffusionGemmaBackbone(Backbone):
         its layers write the cache."""
         checkpoint_layers(self.base_model.model.decoder, enabled)
 
-    def release(self) -> nn.Module:
-        """The model as transformers and peft know it: adapters on the decoder's layers alone, to be
-        saved or merged. Call it when training has ended."""
-        for where, name, module in self._before:
-            where.register_module(name, module)
-        return self.model
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Inside, the encoder's layers run the decoder's own modules, adapters included."""
+        before = []
+        try:
+            for ours, theirs in _pairs(self.base_model):
+                for part, its in ((ours, theirs), (ours.self_attn, theirs.self_attn)):
+                    for name, module in part.named_children():
+                        if name != "self_attn":
+                            before.append((its, name, its.get_submodule(name)))
+                            _check_plain(its.get_submodule(name), name)
+                            its.register_module(name, module)
+            yield
+        finally:
+            for its, name, module in before:
+                its.register_module(name, module)
+
+    def write_canvases(self, prompt: Sequence[int], seed: int, **settings: Any) -> list[int]:
+        """Token ids that transformers' own sampler writes after a prompt: whole canvases, the
+        padding token after the first end token. ``settings`` are those of its ``generate``; those
+        left out are the model's. The caller's random state is left as it was."""
+        ids = torch.tensor([list(prompt)], device=self.head()[0].device)
+        devices = [ids.device] if ids.is_cuda else []
+        with torch.random.fork_rng(devices), self.shared():
+            torch.manual_seed(seed)
+            found = self.base_model.generate(input_ids=ids, **settings)
+        return found.sequences[0, ids.size(1) :].tolist()
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
         """(hidden states [T, D], indices [N] of the predicting ones). A clean token is predicted by
@@ -84,10 +130,11 @@ class DiffusionGemmaBackbone(Backbone):
         """The clean rows through the encoder: hidden states [W, D] after the final norm, and their
         keys and values with gradients."""
         rows, cache = batch.clean_rows, DynamicCache()
-        out = self.base_model.model.encoder.language_model(
-            input_ids=batch.ids[rows][None], position_ids=batch.position_ids[rows][None],
-            attention_mask=self.masks(batch, rows, rows), cache=cache,
-        )  # fmt: skip
+        with self.shared():
+            out = self.base_model.model.encoder.language_model(
+                input_ids=batch.ids[rows][None], position_ids=batch.position_ids[rows][None],
+                attention_mask=self.masks(batch, rows, rows), cache=cache,
+            )  # fmt: skip
         return out.last_hidden_state[0], cache
 
     def decode(
@@ -110,11 +157,9 @@ class DiffusionGemmaBackbone(Backbone):
     ) -> Tensor:
         """The signal [W, D] of canvases: for those with ``seeing`` [W] the expected embedding under
         the model's own prediction, as a constant; 0 for the others, which do not run."""
-        hidden = self.decode(batch, rows[seeing], cache)
-        found = self.expected_embeddings(hidden)
-        signal = found.new_zeros(len(rows), found.size(1))
-        signal[seeing] = found
-        return signal
+        which = seeing.nonzero()[:, 0]
+        found = self.expected_embeddings(self.decode(batch, rows[which], cache))
+        return found.new_zeros(len(rows), found.size(1)).index_copy(0, which, found)
 
     @torch.no_grad()
     def expected_embeddings(self, hidden: Tensor) -> Tensor:
@@ -151,16 +196,63 @@ class DiffusionGemmaBackbone(Backbone):
         }
 
 
-def family_of(model: PreTrainedModel) -> Family:
-    """What the rest of bwsft must know. No token is [MASK]: where one is asked for, to fill what no
-    row shows, the padding token serves."""
-    text, ends = model.config.text_config, model.config.text_config.eos_token_id
-    ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-    return Family(
-        mask_id=text.pad_token_id, eos_id=ends[0], end_ids=ends, vocab_size=text.vocab_size,
-        max_positions=text.max_position_embeddings, attention="block_causal",
-        clean_attention="causal", softcap=text.final_logit_softcapping,
-    )  # fmt: skip
+def config_of(found: dict[str, Any]) -> PreTrainedConfig:
+    """The config of a config.json, of which only the model's own fields reach transformers.
+    ``ValueError`` for one that lacks a size, or fields that transformers refuses."""
+    if DIFFUSION_GEMMA not in CONFIG_MAPPING:
+        raise ValueError("this transformers knows no DiffusionGemma: take 5.24 or newer")
+    if found.get("quantization_config"):
+        raise ValueError("quantized weights are not supported: take the full checkpoint")
+    if (dtype := found.get("dtype", found.get("torch_dtype"))) not in _DTYPES:
+        raise ValueError(f"dtype {str(dtype):.40} is none of {', '.join(_DTYPES[1:])}")
+    text, vision = (found.get(f"{name}_config") for name in ("text", "vision"))
+    if not isinstance(text, dict) or not isinstance(vision, dict):
+        raise ValueError("text_config and vision_config must be objects: add them")
+    if missing := [name for name in _MUST_STATE if text.get(name) is None]:
+        raise ValueError(f"text_config lacks {', '.join(missing)}: add the fields")
+    wide = {name: config_check.convert(hint, text[name], "text_config", name)
+            for name, hint in _WIDE.items() if name in text}  # fmt: skip
+    if (layers := text.get("per_layer_config")) is not None:
+        hint = dict[str, dict[str, int]]
+        layers = config_check.convert(hint, layers, "text_config", "per_layer_config")
+        wide["per_layer_config"] = {
+            number: {name: value for name, value in layer.items() if name in _OF_LAYERS}
+            for number, layer in layers.items()
+        }
+    parts = {
+        "text_config": _own(f"{DIFFUSION_GEMMA}_text", text) | wide,
+        "vision_config": _own("gemma4_vision", vision) | {"model_type": "gemma4_vision"},
+    }
+    for name, part in parts.items():
+        if not 0 < part.get("num_hidden_layers", 1) <= _MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers of {name} must be in [1, {_MOST_LAYERS}]")
+    own = _own(DIFFUSION_GEMMA, found) | {"dtype": dtype}
+    return CONFIG_MAPPING[DIFFUSION_GEMMA].from_dict(own | parts)
+
+
+def _own(kind: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a kind of config."""
+    own, common = ({f.name for f in fields(c)} for c in (CONFIG_MAPPING[kind], PreTrainedConfig))
+    return {name: found[name] for name in own - common if name in found}
+
+
+def sampler_of(folder: Path, ends: dict[str, Any]) -> Any:
+    """The generation config of a model in ``folder``: its sampler's settings, types checked, and
+    these ids. ``ValueError`` that names the file."""
+    from transformers import DiffusionGemmaGenerationConfig, EntropyBoundSamplerConfig
+
+    file = folder / "generation_config.json"
+    found = read_json(file) if file.is_file() else {}
+    found = {name: config_check.convert(hint, found[name], str(file), name)
+             for name, hint in _SAMPLER.items() if name in found}  # fmt: skip
+    try:
+        if (sampler := found.get("sampler_config")) is not None:
+            if sampler.pop("_cls_name", name := EntropyBoundSamplerConfig.__name__) != name:
+                raise ValueError(f"sampler_config is not of {name}, the one that is known")
+            found["sampler_config"] = EntropyBoundSamplerConfig(**sampler)
+        return DiffusionGemmaGenerationConfig(**found, **ends)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -174,16 +266,18 @@ def _check(model: PreTrainedModel) -> None:
             f"attention {chosen!r} takes no mask of any shape: load the model with "
             'attn_implementation="sdpa"'
         )
-    for ours, theirs in _pairs(model):
-        for name, module in theirs.named_modules():
-            if hasattr(module, "lora_A") and module is not ours.get_submodule(name):
-                raise ValueError(
-                    f"an adapter on the encoder's {name}: encoder and decoder are one set of "
-                    "weights, put adapters on the decoder's layers alone "
-                    r"(target_modules=r'.*decoder\.layers\.\d+\.self_attn\.[qkvo]_proj')"
-                )
-        if ours.mlp.up_proj.weight is not theirs.mlp.up_proj.weight:
-            raise ValueError("encoder and decoder must be tied: load with tie_word_embeddings")
+    if any(a.mlp.up_proj.weight is not b.mlp.up_proj.weight for a, b in _pairs(model)):
+        raise ValueError("encoder and decoder must be tied: load with tie_word_embeddings")
+
+
+def _check_plain(module: nn.Module, name: str) -> None:
+    """``ValueError`` for an adapter on the encoder."""
+    if any(hasattr(part, "lora_A") for part in module.modules()):
+        raise ValueError(
+            f"an adapter on the encoder's {name}: encoder and decoder are one set of weights, put "
+            "adapters on the decoder's layers alone "
+            r"(target_modules=r'.*decoder\.layers\.\d+\.self_attn\.[qkvo]_proj')"
+        )
 
 
 def _pairs(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
@@ -191,19 +285,6 @@ def _pairs(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
     inner = model.model
     layers = inner.decoder.layers, inner.encoder.language_model.layers
     return list(zip(*layers, strict=True))
-
-
-def share_layers(model: PreTrainedModel) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Make the encoder's layers run the decoder's own projections, adapters included. Returns what
-    they ran before: (where, name, module)."""
-    before = []
-    for ours, theirs in _pairs(model):
-        for part, its in ((ours, theirs), (ours.self_attn, theirs.self_attn)):
-            for name, module in part.named_children():
-                if name != "self_attn":
-                    before.append((its, name, its.get_submodule(name)))
-                    its.register_module(name, module)
-    return before
 
 
 @contextmanager

@@ -7,6 +7,7 @@ a2d-*            full           its own token          config.json, else the tok
 sdar sdar_moe    block-causal   its own token          config.json, else the published id
 llada2_moe       block-causal   its own token          config.json, else the published id
 Fast_dLLM_Qwen   block-causal   the next token         config.json, else the published id
+diffusion_gemma  block-causal   its own token          none: undecided tokens are random ones
 qwen2 qwen3      full, made     its own or the next    config.json (mask_token_id, logit_shift),
 llama            so here        token: logit_shift     else `Facts`
 bert modernbert  full           its own token          config.json, else the tokenizer
@@ -17,6 +18,7 @@ What config.json leaves out is written into it once known, so that a saved model
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,17 +31,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
 from bwsft.data.tokenizer import load_tokenizer, own_mask_id
 from bwsft.models import dream_sdar as dream_sdar  # registers Dream, SDAR, ... with transformers
 from bwsft.models import experts as experts  # and the mixtures of experts
 from bwsft.models.backbone import Backbone, Family, active_module
+from bwsft.models.diffusion_gemma import DiffusionGemmaBackbone, config_of
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.llada import LladaBackbone
 from bwsft.models.llada_config import FIELD_TYPES, LladaConfig
 from bwsft.models.support import (
     DECODERS,
+    DIFFUSION_GEMMA,
     ENCODERS,
     MIXTURES,
     PUBLISHED,
@@ -102,6 +107,8 @@ def read_config(folder: Path, facts: Facts | None = None) -> PreTrainedConfig:
     found = read_json(file)
     check_supported(found, file)
     kind = kind_of(found)
+    if kind == DIFFUSION_GEMMA:
+        return _made(lambda: config_of(found), file)
     own, must = kind == LladaConfig.model_type, must_state(kind)
     if missing := [name for name in must if found.get(name) is None]:
         raise ValueError(f"{file} lacks {', '.join(missing)}: add the fields")
@@ -137,8 +144,13 @@ def _build(kind: str, found: dict, typed: dict[str, Any], file: Path) -> PreTrai
         common = {field.name for field in fields(PreTrainedConfig)}
         names += [*_OLDER, *({field.name for field in fields(config_class)} - common)]
         found = {"eos_token_id": None} | found  # not that of the first Llama or ModernBERT
+    given = {name: found[name] for name in names if name in found}
+    return _made(lambda: config_class.from_dict(given), file)
+
+
+def _made(make: Callable[[], PreTrainedConfig], file: Path) -> PreTrainedConfig:
     try:
-        return config_class.from_dict({name: found[name] for name in names if name in found})
+        return make()
     except Exception as error:  # a wrong value fails wherever it is first used
         raise ValueError(f"{file}: {_sentence(error)}") from error
 
@@ -193,12 +205,14 @@ _REMEDY = {
 def family_of(config: PreTrainedConfig) -> Family:
     """The family's facts from a complete config; ``ValueError`` if it names no mask or end
     token."""
-    kind, size = config.model_type, config.vocab_size
-    fixed = PUBLISHED.get(kind, {})
+    kind, config = config.model_type, config.get_text_config()
+    size, fixed = config.vocab_size, PUBLISHED.get(kind, {})
     grows = kind in (*DECODERS, *ENCODERS)  # by a row, where [MASK] is a new id
     ends = config.eos_token_id
     ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     mask_id = getattr(config, "mask_token_id", None)
+    if fixed.get("noise") == "uniform":
+        mask_id = config.pad_token_id
     shift = fixed.get("logit_shift", 0)
     shift = getattr(config, "logit_shift", None) if kind in DECODERS else shift
     if grows and None in (mask_id, shift):
@@ -211,20 +225,28 @@ def family_of(config: PreTrainedConfig) -> Family:
         ends += (_LLADA_EOT_ID,)
     return Family(
         mask_id=mask_id, eos_id=ends[0], end_ids=ends, vocab_size=max(size, mask_id + 1),
-        max_positions=config.max_position_embeddings, **fixed | {"logit_shift": shift},
+        max_positions=config.max_position_embeddings,
+        softcap=getattr(config, "final_logit_softcapping", None),
+        **fixed | {"logit_shift": shift},
     )  # fmt: skip
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that transformers, or bwsft, has for this config: the model with its LM head."""
-    masked = config.model_type in ENCODERS
-    return (MODEL_FOR_MASKED_LM_MAPPING if masked else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+    known = MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.model_type in ENCODERS:
+        known = MODEL_FOR_MASKED_LM_MAPPING
+    elif config.model_type == DIFFUSION_GEMMA:
+        known = MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return known[type(config)]
 
 
 def wrap(model: PreTrainedModel, family: Family) -> Backbone:
     """A transformers model as a Backbone, grown by a row if [MASK] is a new id; a row of [MASK]
     that was never trained becomes the mean of those that were."""
     kind = model.config.model_type
+    if kind == DIFFUSION_GEMMA:
+        return DiffusionGemmaBackbone(model, family)
     if kind != LladaConfig.model_type:
         _grow(model, family.mask_id)
     _fill_mask_row(model, family.mask_id)

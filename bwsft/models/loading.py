@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from bwsft.data.tokenizer import add_mask_token, merged_end_ids
 from bwsft.models.backbone import Backbone, Family
+from bwsft.models.diffusion_gemma import sampler_of
 from bwsft.models.families import (
     Facts,
     _sentence,
@@ -54,7 +55,8 @@ def load_backbone(
     config = read_config(folder, facts)
     family = _family(folder, config)
     stored = stored_shapes(folder)
-    layers = config.num_hidden_layers
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
     if layers > len(stored):  # building as many, if only on paper, may take forever
         raise ValueError(
             f"{folder} holds {len(stored)} tensors, too few for the {layers} layers of "
@@ -69,9 +71,10 @@ def load_backbone(
         if config.model_type != "llada":
             raise ValueError(f"attn_implementation is for LLaDA, not for {config.model_type}")
         options["attn_implementation"] = attn_implementation
-    # Given, so that nothing but the checked ids of generation_config.json is read.
-    ends = GenerationConfig(eos_token_id=list(family.end_ids), pad_token_id=config.pad_token_id)
-    options |= {"config": config, "generation_config": ends}
+    # Given, so that nothing but what is checked of generation_config.json is read.
+    ends = {"eos_token_id": list(family.end_ids), "pad_token_id": text.pad_token_id}
+    known = GenerationConfig(**ends) if family.noise == "mask" else sampler_of(folder, ends)
+    options |= {"config": config, "generation_config": known}
     model = model_class(config).from_pretrained(folder, **options)
     try:
         return wrap(model, family)

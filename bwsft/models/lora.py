@@ -48,9 +48,14 @@ _DECODER_TARGETS = {
     "released": r".*\.layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(shared_experts\.)?up_proj)",
 }
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # one tensor a layer
+_CANVASES = r".*\.decoder\.layers\.\d+\."  # whose modules the encoder runs too
 _BERT = r".*\.encoder\.layer\.\d+\."
 _TARGETS = {
     "llada": LLADA_TARGETS,
+    "diffusion_gemma": {
+        "all": _CANVASES + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)",
+        "released": _CANVASES + r"(self_attn\.[qkv]_proj|mlp\.up_proj)",
+    },
     "bert": {
         "all": _BERT + r"(attention\.self\.(query|key|value)|(attention\.)?output\.dense"
         r"|intermediate\.dense)",

@@ -47,6 +47,8 @@ class Draw:
     block_start: Tensor | None = None  # [S] the active block's first position in its row
     block_length: Tensor | None = None  # [S]; both None: the whole response is supervised
     smoothing: Tensor | float = 0.0  # label smoothing of each supervised token
+    # [T] bool: tokens whose block sees what the model itself says of it (uniform noise)
+    conditioned: Tensor | None = None
     number: int = 0  # of the draw among the `of` draws of a visit, which share their context
     of: int = 1
 
@@ -70,6 +72,10 @@ class Objective:
         """The objective of a run `config` (a bwsft Config) on a model `family`; `responses` are the
         token ids of the training responses, with end token and fill."""
         raise NotImplementedError
+
+    def visited(self, batch: Batch) -> Batch:
+        """What of a batch this visit of its examples trains on: all of it."""
+        return batch
 
     def draws(self, batch: Batch, place: Place, predict: Predict) -> Iterator[Draw]:
         """The corruptions of one visit of each example, on the device of the batch."""

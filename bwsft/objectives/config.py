@@ -91,17 +91,28 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
+class UniformConfig:
+    """--objective.name uniform: random tokens in place of [MASK], as DiffusionGemma has it."""
+
+    self_conditioning: float = 0.5
+    """Chance that a block sees what the model itself says of it, from a pass without gradients."""
+    one_block: bool = False
+    """Train on one block of each response, drawn uniformly, with all that is before it, in place of
+    all blocks in one pass: a cheaper step, and a dearer token."""
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """What is masked and how it is weighed (bwsft/objectives/)."""
 
     ABSENT: ClassVar[dict[str, str]] = {"empty": "last"}  # what files of runs without it mean
 
     name: Literal[
-        "blockwise", "classical", "mdlm", "soft_masked", "rdm", "two_step", "distill"
+        "blockwise", "classical", "mdlm", "soft_masked", "rdm", "two_step", "distill", "uniform"
     ] = "blockwise"
     """Blockwise SFT; classical SFT (Bernoulli masks over the whole response); one of the other
-    objectives of the paper's table, each with its own group of options; or distill, on the traces
-    that `bwsft distill` wrote."""
+    objectives of the paper's table, each with its own group of options; distill, on the traces
+    that `bwsft distill` wrote; or uniform, DiffusionGemma's, where it is the default."""
     blocks: Literal[
         "uniform", "length", "rising", "falling", "traversal", "sequential", "each", "all"
     ] = "uniform"
@@ -149,18 +160,25 @@ class ObjectiveConfig:
     rdm: RdmConfig = field(default_factory=RdmConfig)
     two_step: TwoStepConfig = field(default_factory=TwoStepConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    uniform: UniformConfig = field(default_factory=UniformConfig)
 
     @property
     def has_blocks(self) -> bool:
         """A draw supervises one active block, or each block as such, in every context mode."""
-        return self.name in ("blockwise", "distill")
+        return self.name in ("blockwise", "distill", "uniform")
+
+    @property
+    def held_out(self) -> str:
+        """What is measured on held-out examples."""
+        what = "loss of noisy blocks" if self.name == "uniform" else "blockwise NELBO"
+        return f"held-out {what}"
 
 
 BLOCKWISE_ONLY = (
     "blocks weight discrete empty block_factor prefix_noise suffix_leak suffix_weight suffix_decay "
     "pairs context_grad"
 ).split()
-GROUPS = "mdlm soft_masked rdm two_step distill".split()
+GROUPS = "mdlm soft_masked rdm two_step distill uniform".split()
 
 
 def validate(objective: ObjectiveConfig) -> None:
@@ -180,6 +198,7 @@ def validate(objective: ObjectiveConfig) -> None:
         "two-step.replace": objective.two_step.replace,
         "distill.window-from": objective.distill.window_from,
         "distill.window-to": objective.distill.window_to,
+        "uniform.self-conditioning": objective.uniform.self_conditioning,
     }
     for name, value in shares.items():
         if not 0 <= value <= 1:

@@ -52,10 +52,8 @@ class HeldOut(d.Objective):
         spec, tokens = self.spec, d.response_rows(batch)
         owner, position = tokens.owner, tokens.position
         for number in range(self.count):
-            u24 = _shifted(batch, spec, Stream.BLOCK, (number << 24) // self.count)
-            start, stop = _active_block(batch, spec, u24)
-            u24 = _shifted(batch, spec, Stream.RATE, number * GOLDEN24)
-            masked = 1 + (u24 * (stop - start) >> 24)
+            start, stop = self.active_block(batch, number)
+            masked = 1 + (self.spread(batch, number) * (stop - start) >> 24)
             active = (position >= start[owner]) & (position < stop[owner])
             suffix = tokens.inside & (position >= stop[owner])
             words = d.token_u24(
@@ -76,6 +74,17 @@ class HeldOut(d.Objective):
                 block_length=stop - start,
             )
 
+    def active_block(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
+        """(start, stop), positions [S] of the block that holds response token floor(u * length) of
+        each example, whose u the draws spread evenly."""
+        u24 = _shifted(batch, self.spec, Stream.BLOCK, (number << 24) // self.count)
+        prompt, length, grid = batch.prompt_lengths, batch.response_lengths, self.spec.grid
+        return grid.bounds(grid.index_of(prompt + (u24 * length >> 24), prompt), prompt, length)
+
+    def spread(self, batch: Batch, number: int) -> Tensor:
+        """u24 [S] of each example, which its draws spread evenly too."""
+        return _shifted(batch, self.spec, Stream.RATE, number * GOLDEN24)
+
     @torch.no_grad()
     def nelbo(self, score: Callable[[d.Draw], Tensor], batches: Iterable[Batch]) -> float:
         """Nats per response token, averaged over the sequences of `batches`; score(draw) returns
@@ -90,10 +99,3 @@ class HeldOut(d.Objective):
 def _shifted(batch: Batch, spec: MaskSpec, stream: Stream, shift: int) -> Tensor:
     """One word per example, moved on by `shift`: u24 [S]."""
     return (d.sequence_u24(batch, spec.seed, stream, FIRST_DRAW) + shift) % d.ONE24
-
-
-def _active_block(batch: Batch, spec: MaskSpec, u24: Tensor) -> tuple[Tensor, Tensor]:
-    """(start, stop), positions [S] of the block that holds response token floor(u * length)."""
-    prompt, length = batch.prompt_lengths, batch.response_lengths
-    index = spec.grid.index_of(prompt + (u24 * length >> 24), prompt)
-    return spec.grid.bounds(index, prompt, length)

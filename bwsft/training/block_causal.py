@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,11 +49,19 @@ class OnePass(PlannedBatch):
     copy_of: Tensor = field(kw_only=True)
     # [copies, T of the batch] and the row that predicts it; 0 elsewhere
     row_of: Tensor = field(kw_only=True)
+    # [T] bool: rows of copies that see what the model itself says of their block
+    conditioned: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def noisy(self) -> Listed:
         """The copies, as active tokens with the clean rows as their context."""
         return Listed(self.noisy_rows)
+
+    def seeing_predictions(self, tokens: Sequence[Tensor]) -> OnePass:
+        """With these tokens [T of the batch] of each copy seeing what the model says of them."""
+        rows = [copy[which] for copy, which in zip(self.copy_of, tokens, strict=True)]
+        seeing = torch.zeros_like(self.ids, dtype=torch.bool).index_fill_(0, torch.cat(rows), True)
+        return dataclasses.replace(self, conditioned=seeing)
 
     @property
     def clean(self) -> PlannedBatch:

@@ -198,6 +198,7 @@ class BlockCausal(ContextMode):
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
         mode = self if self.size_at is None else self.in_blocks_of(self.size_at(place.step))
+        batch = mode.objective.visited(batch)
         draw = mode.laid_out(batch, list(mode.objective.draws(batch, place, mode.predict)))
         draw = mode.with_clean_rows(batch, draw) if mode.ar_weight else draw
         context = mode.live(draw) if mode.context_grad else mode.clean_pass(draw.noisy)
@@ -223,6 +224,8 @@ class BlockCausal(ContextMode):
         noisy = torch.stack([draw.noisy.ids for draw in draws])
         one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift, self.causal,
                        self.ar_weight > 0)
+        if draws[0].conditioned is not None:
+            one = one.seeing_predictions([draw.conditioned for draw in draws])
         parts = []  # of each draw without the list's tail
         for draw, row in zip(draws, one.row_of, strict=True):
             n = int(draw.num_rows)
@@ -261,13 +264,14 @@ class BlockCausal(ContextMode):
 
 def check_trainable(family: Family, config: Config) -> None:
     """ValueError for a context mode in which a model of this family cannot be trained."""
+    check_noise(family, config)
     check_context(family, config.context)
     if config.block_size_schedule and family.attention == "block_causal":
         raise ValueError(
             "--block-size-schedule leads a bidirectional model to blocks: leave it out, this one "
             "attends from block to block already"
         )
-    causal = config.clean_attention == "causal"
+    causal = config.clean_attention == "causal" and family.noise == "mask"
     if causal and (family.attention == "block_causal" or not family.logit_shift):
         raise ValueError(
             "--clean-attention causal is for a bidirectional model that predicts the next token "
@@ -278,6 +282,29 @@ def check_trainable(family: Family, config: Config) -> None:
         raise ValueError(
             "--objective.no-context-grad: this model predicts the first token of a block from the "
             "clean row, which would be a constant; leave it out in --context block_causal"
+        )
+
+
+def check_noise(family: Family, config: Config) -> None:
+    """ValueError for an objective whose noise is not that of the model, and for what cannot train
+    a model of random tokens."""
+    name, of_masks = config.objective.name, family.noise == "mask"
+    if name == "uniform" and of_masks:
+        raise ValueError(
+            "--objective.name uniform is for models whose undecided tokens are random ones "
+            "(DiffusionGemma), and this one has a [MASK]: take --objective.name blockwise"
+        )
+    if of_masks:
+        return
+    if name != "uniform":
+        raise ValueError(
+            f"--objective.name {name} masks tokens, and this model has no [MASK]: its undecided "
+            "tokens are random ones. Take --objective.name uniform --context block_causal "
+            "--clean-attention causal"
+        )
+    if config.parallel == "fsdp":
+        raise ValueError(
+            "--parallel fsdp splits layers, which the two halves of this model share: leave it out"
         )
 
 
@@ -296,7 +323,8 @@ def make_mode(
     even = config.dataset.canvas == "fixed" and grid.at_response
     common = (backbone, objective, grid, device, autocast, even, config.objective.confidence)
     if config.context == "block_causal":
-        blocks, grad = family.attention == "block_causal", config.objective.context_grad
+        blocks = family.attention == "block_causal" and not grid.at_response
+        grad = config.objective.context_grad
         size_at = functools.partial(block_size_at, config) if config.block_size_schedule else None
         causal = config.clean_attention == "causal"
         clean = (family.logit_shift, causal, config.ar_weight)

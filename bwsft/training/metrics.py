@@ -71,7 +71,7 @@ def column(path: Path, records: list[dict], name: str) -> list[float]:
 
 
 def plot_run(folder: Path) -> Path:
-    """Draw loss (with a running mean), held-out NELBO, learning rate and gradient norm into
+    """Draw loss (with a running mean), held-out value, learning rate and gradient norm into
     loss.png."""
     import matplotlib
 
@@ -88,7 +88,7 @@ def plot_run(folder: Path) -> Path:
     left.plot(steps, running_mean(losses, max(len(losses) // 20, 5)), lw=2, label="running mean")
     if evals:
         nelbo = column(eval_log, evals, "nelbo")
-        left.plot([r["step"] for r in evals], nelbo, "o-", label="held-out NELBO")
+        left.plot([r["step"] for r in evals], nelbo, "o-", label="held out")
     left.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
     left.set_title(folder.name, parse_math=False)
     left.legend()

@@ -13,11 +13,12 @@ TEST_SEED = 1  # of the generated question: no training problem has its numbers
 
 
 def outcome(folder: Path, config: c.Config, done: int) -> list[str]:
-    """Lines for the user: the held-out NELBO before and after, and how to go on."""
+    """Lines for the user: what held-out examples say before and after, and how to go on."""
     scores = [entry["nelbo"] for entry in read_log(folder / "eval.jsonl")]
     lines = []
     if len(scores) > 1:
-        lines.append(f"held-out blockwise NELBO {scores[0]:.4f} -> {scores[-1]:.4f} nats per token")
+        what = config.objective.held_out
+        lines.append(f"{what} {scores[0]:.4f} -> {scores[-1]:.4f} nats per token")
     run = shlex.quote(str(folder))
     if done < config.steps:
         stopped = f"stopped after step {done} of {config.steps}; go on with"

@@ -21,6 +21,7 @@ from bwsft.data.traces import Traces
 from bwsft.models.backbone import Family
 from bwsft.objectives import blockwise
 from bwsft.objectives.nelbo import HeldOut
+from bwsft.objectives.uniform import HeldOutUniform, Uniform
 from bwsft.utils.lines import say
 
 HOLDOUT = 64  # most examples that are held out where the config leaves it open
@@ -96,9 +97,12 @@ def layout_of(config: c.Config, family: Family) -> CanvasLayout:
 
 
 def held_out(config: c.Config, family: Family) -> HeldOut:
-    """The draws of the held-out NELBO."""
+    """The draws of the held-out NELBO, or of what takes its place."""
     spec = dataclasses.replace(blockwise.mask_spec(config, family), seed=FIXED_SEED)
-    return HeldOut(spec=spec, count=config.eval.draws)
+    if family.noise == "mask":
+        return HeldOut(spec=spec, count=config.eval.draws)
+    objective = Uniform.of(dataclasses.replace(config, seed=FIXED_SEED), family)
+    return HeldOutUniform(spec=spec, count=config.eval.draws, objective=objective)
 
 
 def data_options(config: c.Config, family: Family) -> DataOptions:
@@ -108,7 +112,8 @@ def data_options(config: c.Config, family: Family) -> DataOptions:
         columns=config.dataset.columns, turns=config.dataset.turns, on_bad=config.dataset.on_bad,
         exclude_type=config.dataset.exclude_type, subset=config.dataset.subset,
         split=config.dataset.split, max_length=config.max_length,
-        gen_length=config.gen_length, mask_id=family.mask_id, vocab_size=family.vocab_size,
+        gen_length=config.gen_length, vocab_size=family.vocab_size,
+        mask_id=family.mask_id if family.noise == "mask" else None,
         layout=layout_of(config, family), max_positions=family.max_positions,
     )  # fmt: skip
 

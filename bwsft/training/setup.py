@@ -32,6 +32,7 @@ from bwsft.objectives.mdlm import Mdlm
 from bwsft.objectives.rdm import Rdm
 from bwsft.objectives.soft_masked import SoftMasked
 from bwsft.objectives.two_step import TwoStep
+from bwsft.objectives.uniform import Uniform
 from bwsft.presets import PRESETS, is_for_a_gpu
 from bwsft.training import length
 from bwsft.training.block_causal import block_size_at
@@ -62,6 +63,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "soft_masked": SoftMasked,
     "two_step": TwoStep,
     "distill": Distill,
+    "uniform": Uniform,
 }
 
 

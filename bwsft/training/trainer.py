@@ -159,8 +159,8 @@ def seed_dropout(seed: int, step: int, first_sample: int) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run) -> float:
-    """Held-out blockwise NELBO, nats per response token, with draws that never change. The
-    processes share its batches."""
+    """What run.held_out measures: blockwise NELBO, nats per response token, with draws that never
+    change. The processes share its batches."""
     run.backbone.eval()
     batches = list(run.data.holdout_batches(run.config.micro_batch_size))
     mine = batches[run.world.rank :: run.world.size]
@@ -231,5 +231,5 @@ def report_eval(run: Run, logs: Logs, done: int) -> bool:
         return False
     value = evaluate(run)
     logs.append("eval", {"step": done, "nelbo": value})
-    tqdm.write(f"step {done}: held-out blockwise NELBO {value:.4f} nats per token")
+    tqdm.write(f"step {done}: {run.config.objective.held_out} {value:.4f} nats per token")
     return True

@@ -197,7 +197,6 @@ def test_other_models_are_refused_with_those_that_are_known(tmp_path):
 
 # What the published config.json of each says; a llada's model_type is that of two models.
 NAMED = {
-    "DiffusionGemma": {"model_type": "diffusion_gemma"},
     "a sdar with num_experts": {"model_type": "sdar", "num_experts": 128},
     "a qwen3 with num_experts": {"model_type": "qwen3", "num_experts": 8},
 }

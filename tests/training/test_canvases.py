@@ -7,14 +7,18 @@ import numpy as np
 import peft
 import pytest
 import torch
-from tiny_diffusion_gemma import CANVAS, VOCABULARY, WINDOW, tiny_diffusion_gemma
+from tiny_diffusion_gemma import (
+    CANVAS,
+    VOCABULARY,
+    WINDOW,
+    canvas_mode,
+    tiny_diffusion_gemma,
+)
 from transformers import DiffusionGemmaGenerationConfig, DynamicCache, EntropyBoundSamplerConfig
 
 from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.models.diffusion_gemma import DiffusionGemmaBackbone
+from bwsft.models.loading import as_backbone
 from bwsft.objectives.base import Place
-from bwsft.objectives.uniform import one_block
-from bwsft.training.canvases import canvas_mode
 
 PLACE = Place(0, 0, 3, 1)
 LENGTHS = [(5, 11), (13, 16), (2, 3)]  # prompts and responses: rows of 8 to 29, a window of 6
@@ -38,7 +42,7 @@ def backbone(dtype=torch.float64, rank=0, std=0.25):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
-    return DiffusionGemmaBackbone(model)
+    return as_backbone(model)
 
 
 def inferred(model, clean, canvas, conditioned, cache=None):
@@ -55,7 +59,7 @@ def inferred(model, clean, canvas, conditioned, cache=None):
 def reference_loss(model, mode, batch):
     """Forward by forward, from full logits."""
     (draw,) = mode.objective.draws(batch, PLACE, mode.predict)
-    seen = mode.objective.conditioned(batch, 0)
+    seen = draw.conditioned
     starts, total, seeing = batch.cu_seqlens.tolist(), 0, []
     for s, first in enumerate(starts[:-1]):
         prompt, response = int(batch.prompt_lengths[s]), int(batch.response_lengths[s])
@@ -82,7 +86,7 @@ def test_loss_and_gradients_are_those_of_inference_beyond_the_window():
     Self-conditioning's first pass is a constant here; in the reference it must be one too."""
     ours, batch = backbone(), batch_of()
     assert max(p + r for p, r in LENGTHS) > 3 * WINDOW
-    theirs = copy.deepcopy(ours).release()
+    theirs = copy.deepcopy(ours).base_model
     mode = canvas_mode(ours, seed=3, ar_weight=0.5)
     (loss,) = mode.losses(batch, PLACE)
     with torch.no_grad():
@@ -134,7 +138,7 @@ def test_logits_are_those_of_inference_in_float32():
             hidden, index = ours._rows_of(one, one.noisy_rows, None)
             found[window] = 30 * torch.tanh(hidden[index] @ ours.head()[0].t() / 30)
     text.sliding_window = WINDOW
-    theirs, expected, rows = ours.release(), [], iter(one.noisy_rows.split(CANVAS))
+    theirs, expected, rows = ours.base_model, [], iter(one.noisy_rows.split(CANVAS))
     for s, first in enumerate(batch.cu_seqlens.tolist()[:-1]):
         prompt, response = int(batch.prompt_lengths[s]), int(batch.response_lengths[s])
         for start, canvas in zip(range(prompt, prompt + response, CANVAS), rows, strict=False):
@@ -149,9 +153,9 @@ def test_logits_are_those_of_inference_in_float32():
 def test_a_drawn_block_costs_what_is_before_it_and_every_block_is_drawn():
     starts = set()
     for visit in range(40):
-        mode = canvas_mode(backbone_once(), seed=5)
+        mode = canvas_mode(backbone_once(), seed=5, one_block=True)
         whole = batch_of(visit)
-        batch = one_block(whole, mode.objective)
+        batch = mode.objective.visited(whole)
         (draw,) = mode.objective.draws(batch, PLACE, None)
         assert int(draw.num_rows) == int(batch.response_lengths.sum()) == 3 * CANVAS
         for s in range(3):
@@ -202,12 +206,12 @@ def test_one_adapter_serves_both_halves_decodes_and_merges():
         torch.manual_seed(1)
         return model.generate(input_ids=batch.ids[None, :9], generation_config=settings).sequences
 
-    texts = decoded(ours.base_model)
-    merged = ours.release().merge_and_unload()
+    with ours.shared():
+        texts = decoded(ours.base_model)
+    merged = ours.model.merge_and_unload()
     assert not [n for n, _ in merged.named_parameters() if "lora" in n]
     assert torch.equal(texts, decoded(merged))
-    again = DiffusionGemmaBackbone(merged)
-    (loss_again,) = canvas_mode(again, seed=3, ar_weight=0.5).losses(batch, PLACE)
+    (loss_again,) = canvas_mode(as_backbone(merged), seed=3, ar_weight=0.5).losses(batch, PLACE)
     assert loss_again.total.item() == pytest.approx(loss.total.item(), rel=1e-6)
 
 
@@ -216,4 +220,4 @@ def test_an_adapter_on_the_encoder_is_refused():
     target = r".*language_model\.layers\.\d+\.self_attn\.q_proj"
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=target))
     with pytest.raises(ValueError, match="put adapters on the decoder's layers alone"):
-        DiffusionGemmaBackbone(model)
+        list(canvas_mode(as_backbone(model)).losses(batch_of(), PLACE))

@@ -108,7 +108,8 @@ def facts(run: Recorded, spiked: list[tuple[int, str, str]]) -> list[tuple[str, 
     found = [("updates", updates)]
     nelbo = [value for value in column(run.evals, "nelbo") if value is not None]
     if nelbo:
-        found.append(("held-out NELBO", f"{nelbo[0]:.3f} → {nelbo[-1]:.3f}"))
+        what = run.config.objective.held_out.replace("blockwise ", "")
+        found.append((what, f"{nelbo[0]:.3f} → {nelbo[-1]:.3f}"))
     if means := [value for value in mean_loss(run.metrics) if value is not None]:
         found.append(("loss, running mean", f"{means[-1]:.4f}"))
     seconds = math.fsum(s for s in column(run.metrics, "seconds") if s is not None)

@@ -41,13 +41,14 @@ def losses(config: c.Config, backbone: Backbone, data: TrainingData) -> dict[str
 def score(
     mode: ContextMode, draws: HeldOut, batches: Iterable[Batch]
 ) -> list[tuple[int, float, float]]:
-    """(block from 0, share of it that is masked, nats per masked token) of every draw on batches of
-    one sequence."""
+    """(block from 0, share of it that is masked or replaced, nats per supervised token) of every
+    draw on batches of one sequence."""
     found = []
     for batch in batches:
         for draw in draws.draws(batch):
             block = mode.grid.index_of(draw.block_start, batch.prompt_lengths)
-            rate = draw.num_rows / draw.block_length
+            noisy = (draw.target >= 0) & (draw.noisy.ids[draw.rows] != draw.target)
+            rate = noisy.sum() / draw.block_length
             found.append((int(block), float(rate), float(mode.score(draw))))
     return found
 

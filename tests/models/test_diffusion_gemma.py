@@ -1,0 +1,191 @@
+"""DiffusionGemma from end to end by the commands' own road: training, checkpoints, resuming."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_diffusion_gemma import CANVAS, tiny_folder
+from tiny_folders import edit, same
+from tiny_runs import before_step, resumed
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from bwsft import config as c
+from bwsft.checkpoints.resolve import load_trained
+from bwsft.cli import main
+from bwsft.commands.train import parse_train
+from bwsft.models.loading import load_backbone, read_family
+from bwsft.objectives.config import ObjectiveConfig, UniformConfig
+from bwsft.training.setup import setup, train
+from bwsft.training.trainer import evaluate, train_step
+
+UNIFORM = dict(
+    objective=ObjectiveConfig(name="uniform"), context="block_causal", clean_attention="causal"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer_folder, tmp_path_factory):
+    """A random model in the published layout, with a tokenizer whose [MASK] means nothing to it."""
+    return tiny_folder(tmp_path_factory.mktemp("gemma") / "model", tokenizer_folder)
+
+
+@pytest.fixture
+def gemma(tiny, folder):
+    """gemma(**changes) -> Config of a run of 2 updates."""
+    plain = dict(model=str(folder), tokenizer=None, steps=2, save_every=1, block_size=CANVAS)
+    evaluated = c.EvalConfig(every=2, draws=1)
+    return lambda **changes: tiny(**plain | UNIFORM | {"eval": evaluated} | changes)
+
+
+def logged(run, name="metrics"):
+    lines = (run / f"{name}.jsonl").read_text().splitlines()
+    times = ("seconds", "data_seconds")
+    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
+
+
+WAYS = {
+    "full": dict(ar_weight=0.3),
+    "lora": dict(
+        lora=c.LoraConfig(rank=2, dropout=0.1), draws_per_context=2, grad_checkpointing=True,
+        objective=ObjectiveConfig(name="uniform", uniform=UniformConfig(0.7, one_block=True)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(way, gemma, tmp_path, monkeypatch):
+    whole = gemma(out=str(tmp_path / "whole"), **WAYS[way])
+    assert train(whole, saves_on_signal=False) == 0
+    parted = dataclasses.replace(whole, out=str(tmp_path / "parted"))
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise RuntimeError("power cut")
+
+        before_step(patch, fail, only=1)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(parted, saves_on_signal=False)
+    assert train(resumed(parted, tmp_path / "parted"), saves_on_signal=False) == 0
+    for name in ("metrics", "eval"):
+        assert logged(tmp_path / "whole", name) == logged(tmp_path / "parted", name)
+    assert [e["step"] for e in logged(tmp_path / "whole", "eval")] == [0, 2]
+    name = "adapter_model" if whole.lora.rank else "model"
+    folders = (tmp_path / run / "checkpoints/step-2" for run in ("whole", "parted"))
+    one, other = (load_file(folder / f"{name}.safetensors") for folder in folders)
+    assert same(one, other)
+    if whole.lora.rank:
+        assert all(".decoder.layers." in key for key in one)
+        assert all(weight.abs().max() > 0 for weight in one.values())
+
+
+def test_micro_batches_add_up_and_the_step_is_the_modes(gemma, make_run):
+    """In float64 the split of an update changes nothing but the order of sums; a step's loss is the
+    mean over its examples of the loss of each by itself."""
+    found = {}
+    for micro in (4, 1):
+        config = gemma(micro_batch_size=micro, ar_weight=0.3, out=f"{gemma().out}-{micro}")
+        run = make_run(config, torch.float64)
+        run.backbone.base_model.set_experts_implementation("eager")  # which knows float64
+        found[micro] = train_step(run, 0), run
+    (whole, one), (parts, other) = found.values()
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert (parts.tokens, parts.supervised_tokens) == (whole.tokens, whole.supervised_tokens)
+    named = dict(other.backbone.named_parameters())
+    for name, weight in one.backbone.named_parameters():
+        # Norms are float32 in transformers, whatever the weights are.
+        torch.testing.assert_close(named[name], weight, rtol=1e-4, atol=1e-6)
+    values = {evaluate(one), evaluate(one)}
+    assert len(values) == 1 and 2 < values.pop() < 20
+
+
+def test_a_checkpoint_is_one_of_transformers(gemma, tmp_path):
+    assert train(gemma(steps=1), saves_on_signal=False) == 0
+    step = tmp_path / "run/checkpoints/step-1"
+    theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(step)
+    ours = load_trained(str(tmp_path / "run"))
+    assert same(theirs.state_dict(), ours.backbone.base_model.state_dict())
+    assert theirs.generation_config.max_denoising_steps == 5  # as the model came
+    assert theirs.generation_config.eos_token_id == list(ours.contract.end_ids) == [258, 256]
+    assert (ours.contract.template, ours.contract.block_size) == ("chat", CANVAS)
+
+
+def test_the_command_takes_the_models_objective(folder, data_file, capsys):
+    asked = ["debug", "--model", str(folder), "--data", str(data_file)]
+    config = parse_train(asked)
+    assert config.objective.name == "uniform" and config.block_size == CANVAS
+    assert (config.context, config.clean_attention) == ("block_causal", "causal")
+    assert parse_train([*asked, "--block-size", "8"]).block_size == 8
+    assert parse_train([*asked, "--gen-length", "6"]).gen_length == 8
+    assert "--gen-length 8" in capsys.readouterr().out
+    assert parse_train(["debug"]).objective.name == "blockwise"
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("--objective.name blockwise", "--objective.name uniform --context block_causal --clean"),
+    ("--objective.name mdlm", "--objective.name mdlm masks tokens, and this model has no [MASK]"),
+    ("--mask-token [MASK]", "--mask-token: undecided tokens of this model are random"),
+    ("--parallel fsdp", "--parallel fsdp splits layers, which the two halves"),
+    ("--context cached --objective.name uniform", "needs --context block_causal"),
+    ("--objective.empty skip", "--objective.empty belongs to blockwise and classical SFT"),
+    ("--logit-shift 1", "--logit-shift 1: in this model it is 0"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(words, said, folder, data_file, tmp_path, capsys):
+    asked = f"train debug --model {folder} --data {data_file} --out {tmp_path}/run {words}"
+    assert main(asked.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_of_masks_refuses_random_tokens(tiny):
+    config = tiny(**UNIFORM)
+    with pytest.raises(ValueError, match="this one has a .MASK.: take --objective.name blockwise"):
+        setup(config, c.run_folder(config), None)
+
+
+def test_another_size_of_blocks_is_that_of_the_canvas_from_then_on(gemma, tmp_path):
+    with pytest.warns(UserWarning, match=f"made for blocks of {CANVAS}, --block-size is 8"):
+        assert train(gemma(steps=1, block_size=8), saves_on_signal=False) == 0
+    described = json.loads((tmp_path / "run/checkpoints/step-1/config.json").read_text())
+    assert described["canvas_length"] == 8
+
+
+@pytest.mark.parametrize(("part", "change", "said"), [
+    ("text_config", {"num_experts": None}, "text_config lacks num_experts"),
+    ("text_config", {"hidden_size": "x"}, "hidden_size"),
+    ("text_config", {"num_hidden_layers": 10**6}, "num_hidden_layers of text_config"),
+    ("text_config", {"per_layer_config": {"2": {"head_dim": 16}}}, "has shape"),
+    ("vision_config", {"hidden_size": 16}, "has shape"),
+    (None, {"vision_config": 3}, "must be objects"),
+    (None, {"dtype": "int8"}, "dtype int8"),
+    (None, {"tie_word_embeddings": False}, "lacks tensors"),
+])  # fmt: skip
+def test_wrong_configs_are_refused_in_a_sentence(part, change, said, folder, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    described = json.loads((folder / "config.json").read_text())
+    edit(copy / "config.json", **({part: described[part] | change} if part else change))
+    with pytest.raises(ValueError, match=said) as refused:
+        load_backbone(copy)
+    assert str(copy) in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_only_fields_of_the_model_reach_transformers(folder, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    expected = load_backbone(copy).model.config.to_dict()
+    described = json.loads((folder / "config.json").read_text())
+    poison = {"attn_implementation": "evil/kernel", "_attn_implementation": [1], "auto_map": {},
+              "experts_implementation": "evil/kernel", "name_or_path": "evil/model"}  # fmt: skip
+    parts = {name: described[name] | poison for name in ("text_config", "vision_config")}
+    parts["text_config"]["per_layer_config"]["2"]["hidden_size"] = 1
+    edit(copy / "config.json", **poison, **parts)
+    assert load_backbone(copy).model.config.to_dict() == expected
+    edit(copy / "generation_config.json", sampler_config={"_cls_name": "Evil", "entropy_bound": 1})
+    with pytest.raises(ValueError, match="EntropyBoundSamplerConfig, the one that is known"):
+        load_backbone(copy)
+    assert read_family(copy).noise == "uniform"
