@@ -126,6 +126,8 @@ class Weights:
         state = stored_state(self.backbone.model)
         names = {id(state[name]): name for name in self.places}
         mask_id, found = self.backbone.family.mask_id, {}
+        if self.backbone.family.noise != "mask":
+            return found
         for weight, bias in token_rows(self.backbone.model):
             values = read_tensor(*self.places[names[id(weight)]]).to(self.stored)
             if mask_id >= len(values):  # a row that loading adds
@@ -240,7 +242,8 @@ def take_off_adapter(backbone: Backbone) -> dict[str, list[Update]]:
 
 def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]]:
     """Name of a tensor to write -> the file in the checkpoint that holds it, and its name there.
-    Tied weights are written once, by the first of their names, and may be stored by any."""
+    Tied weights are written once, by the name that the others are tied to or the first, and may be
+    stored by any."""
     folder, stored, tied = model_folder(source), {}, {}
     for shard in shard_files(folder):
         with opened(folder / shard) as handle:
@@ -249,6 +252,7 @@ def places_of(model: torch.nn.Module, source: str) -> dict[str, tuple[Path, str]
         tied.setdefault(id(tensor), []).append(name)
     places = {}
     for names in tied.values():
+        names.sort(key=lambda name: name in model.all_tied_weights_keys)
         found = [stored[name] for name in names if name in stored]
         assert found, f"{source} lacks {names[0]}"  # load_trained has compared names and shapes
         places[names[0]] = found[0]

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from bwsft.checkpoints.generation_config import DecodingContract
+from bwsft.checkpoints.generation_config import FILE, OWN_FILE, DecodingContract
 from bwsft.checkpoints.resolve import Trained
 from bwsft.commands.export_files import Origin
 from bwsft.objectives.config import ObjectiveConfig
@@ -23,7 +23,8 @@ from bwsft.version import __version__
 
 DATA_FILE = re.compile(r"\.(jsonl?|ndjson|csv|parquet|gz)$", re.I)
 OBJECTIVES = {"blockwise": "Blockwise SFT", "classical": "classical SFT (LLaDA's)",
-              "distill": "trace distillation of its own decodings"}
+              "distill": "trace distillation of its own decodings",
+              "uniform": "the loss of canvases of random tokens (DiffusionGemma's)"}
 PAPER = "Blockwise SFT for Diffusion Language Models: Reconciling Bidirectional Attention and "
 PAPER += "Autoregressive Decoding"
 CITATION = f"""```bibtex
@@ -44,7 +45,7 @@ CITATION = f"""```bibtex
 def model_card(trained: Trained, origin: Origin, name: str) -> str:
     """The text of README.md for a model that others will call `name`."""
     known = None if trained.assumed else trained.contract
-    parts = [f"# {plain(name)}", about(trained, origin), *decoding(name, known)]
+    parts = [f"# {plain(name)}", about(trained, origin), *decoding(name, known, masks(trained))]
     if trained.state:
         parts += ["## Training", training(trained)]
     parts += ["## Citation", CITATION]
@@ -63,11 +64,12 @@ def code(text: str) -> str:
 
 def front_matter(trained: Trained, origin: Origin) -> str:
     data = trained.state["config"]["data"] if trained.state else None
+    kind = "masked-diffusion" if masks(trained) else "block-diffusion"
     card = ModelCardData(
         base_model=origin.model if hub.is_id(origin.model) else None,
         datasets=[data] if is_hub_data(trained.state) else None,
         library_name="bwsft", pipeline_tag="text-generation",
-        tags=["masked-diffusion", "diffusion-language-model", "blockwise-sft", "bwsft"],
+        tags=[kind, "diffusion-language-model", "blockwise-sft", "bwsft"],
         **base_license(origin.model),
     )  # fmt: skip
     return card.to_yaml()
@@ -91,24 +93,30 @@ def base_license(origin: str | None) -> dict[str, str]:
     return {f: v for f in fields if isinstance(v := (found or {}).get(f), str)}
 
 
+def masks(trained: Trained) -> bool:
+    """Whether undecided tokens of the model are [MASK]."""
+    return trained.backbone.family.noise == "mask"
+
+
 def about(trained: Trained, origin: Origin) -> str:
     base = f"{code(Path(origin.model).name)}, a local folder" if origin.model else origin.own
     if hub.is_id(origin.model):
         base = f"[{plain(origin.model)}](https://huggingface.co/{origin.model})"
+    kind = "masked-diffusion" if masks(trained) else "block-diffusion"
     if not trained.state:
-        return f"A masked-diffusion language model, written by bwsft from {base}."
+        return f"A {kind} language model, written by bwsft from {base}."
     config = trained.state["config"]
     name = config["objective"]["name"]
     method = OBJECTIVES.get(name, f"SFT with the objective {name}")
     cite = f"*{PAPER}*, [arXiv:2508.19529](https://arxiv.org/abs/2508.19529)"
     return (
-        f"A masked-diffusion language model, trained with {method} by bwsft, which implements "
+        f"A {kind} language model, trained with {method} by bwsft, which implements "
         f"{cite}.\n\n"
         f"Base: {base}."
     )
 
 
-def decoding(name: str, contract: DecodingContract | None) -> list[str]:
+def decoding(name: str, contract: DecodingContract | None, masks: bool) -> list[str]:
     """How to decode it, as a command and in Python."""
     name = one_line(name)
     command = f"""```
@@ -126,11 +134,12 @@ for answer in decoder.answers(decoder.encode(["How many eggs are in 4 bags of 9?
     if contract is None:
         return ["## Decoding", command]
     arguments = f" ({code(contract.template_args)})" if contract.template_args else ""
+    mask, file = (f"[MASK] {contract.mask_id}, ", FILE) if masks else ("", OWN_FILE)
     said = (
-        "Both read `generation_config.json`, which says how the model was trained: template "
+        f"Both read `{file}`, which says how the model was trained: template "
         f"`{contract.template}`{arguments}, context mode `{contract.context}`, blocks of "
-        f"{contract.block_size} on a canvas of {contract.gen_length} tokens, [MASK] "
-        f"{contract.mask_id}, end ids {', '.join(map(str, contract.end_ids))}, logit shift "
+        f"{contract.block_size} on a canvas of {contract.gen_length} tokens, "
+        f"{mask}end ids {', '.join(map(str, contract.end_ids))}, logit shift "
         f"{contract.logit_shift}. Decoded otherwise, it may answer much worse."
     )
     return ["## Decoding", command, said]

@@ -9,7 +9,7 @@ from typing import get_args
 
 from bwsft.decoding.adaptive_parallel import AdaptiveParallel
 from bwsft.decoding.dynamic import Entropy, Factor, Threshold
-from bwsft.decoding.revising import Edit, Rcr, Routed
+from bwsft.decoding.revising import Edit, Rcr, Renoise, Routed
 from bwsft.decoding.rules import Dream, FirstHitting, Quota, Rule
 from bwsft.decoding.settings import (
     Confidence,
@@ -26,7 +26,7 @@ RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
         Quota, Dream, Threshold, Factor, Entropy, FirstHitting, Routed, Rcr, Edit,
-        AdaptiveParallel,
+        AdaptiveParallel, Renoise,
     )
 }  # fmt: skip
 

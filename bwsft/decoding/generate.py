@@ -23,6 +23,7 @@ from bwsft.decoding.canvas import Canvas, Row
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.context import DecodeContext
 from bwsft.decoding.plan import Planned, PlannedStep
+from bwsft.decoding.random_canvases import write_stream
 from bwsft.decoding.request import Given, make_rows
 from bwsft.decoding.result import Generation, History, OnCommit, Outcome, harvest, report
 from bwsft.models.backbone import Backbone
@@ -75,6 +76,10 @@ def decode_stream(
     """
     config = config or DecodeConfig()
     requests = range(len(prompts)) if requests is None else requests
+    if model.family.noise != "mask":
+        if canvases is not None or verifier is not None:
+            raise ValueError("canvases and verifier are for models with a [MASK]: leave them out")
+        return write_stream(model, prompts, config, requests, trace, on_commit)
     asked = (prompts, canvases, requests, model.family, config)
     config.method.check_verifier(verifier, make_rows(*asked), model)
     rows = make_rows(*asked)

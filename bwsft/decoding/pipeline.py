@@ -93,8 +93,7 @@ class Decoder:
             contract = dataclasses.replace(trained.contract, template=template)
             trained = dataclasses.replace(trained, contract=contract)
         given = settings.keys() | ({"template"} if options.template else set())
-        for name in FROM_TRAINING:
-            settings.setdefault(name, getattr(trained.contract, name))
+        settings = defaults_of(trained) | settings
         check_context(trained.backbone.family, settings["context"])
         config = DecodeConfig(**settings)
         name = options.template or trained.contract.template
@@ -112,8 +111,7 @@ class Decoder:
     @classmethod
     def around(cls, trained: Trained) -> Decoder:
         """That of a model in memory, greedy and as its contract says."""
-        said = trained.contract
-        config = DecodeConfig(**{name: getattr(said, name) for name in FROM_TRAINING})
+        said, config = trained.contract, DecodeConfig(**defaults_of(trained))
         return cls(trained, Template(trained.tokenizer, said.template, said.template_args), config)
 
     @property
@@ -210,6 +208,12 @@ class Decoder:
             settings["verifier"] = place_of(self.verifier.name)
         del settings["batch_size"], settings["graphs"]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def defaults_of(trained: Trained) -> dict[str, Any]:
+    """Settings that follow from the model and its training."""
+    rule = {} if trained.backbone.family.noise == "mask" else {"rule": "renoise"}
+    return rule | {name: getattr(trained.contract, name) for name in FROM_TRAINING}
 
 
 def place_of(model: str | Path) -> str:

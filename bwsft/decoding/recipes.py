@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-RecipeName = Literal[
-    "llada-instruct-gsm8k", "llada-instruct-math", "llada-1.5-gsm8k", "dream", "sdar-dynamic",
-    "fast-dllm", "fast-dllm-v2", "llada2", "llada2.1",
-]  # fmt: skip
+from typing import Any
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def check_request(
                 f"prompt {i} has {len(prompt)} tokens: with gen_length {config.gen_length} that "
                 f"is {total}, more than the model's {family.max_positions} positions"
             )
-        if family.mask_id in prompt:
+        if family.noise == "mask" and family.mask_id in prompt:
             raise ValueError(f"prompt {i} contains the [MASK] id {family.mask_id}")
         if len(prompt) and not 0 <= min(prompt) <= max(prompt) < family.vocab_size:
             raise ValueError(f"prompt {i} has a token id outside [0, {family.vocab_size})")
@@ -102,6 +102,11 @@ def check_modes(family: Family, config: DecodeConfig) -> None:
     """Raise ValueError for a context mode or guidance that the family cannot have, and warn of a
     context that training has not seen."""
     check_context(family, config.context)
+    if (family.noise == "mask") == (config.rule == "renoise"):
+        what = "fills [MASK]s, and undecided tokens of this model are random ones: take renoise"
+        if config.rule == "renoise":
+            what = "is for models whose undecided tokens are random ones (DiffusionGemma)"
+        raise ValueError(f"rule {config.rule} {what}")
     if config.cfg_scale and family.softcap is not None:
         raise ValueError("cfg_scale needs a linear head, and this model caps its logits")
     if config.context == "cached" and 0 < config.refresh < config.block_size:

@@ -21,7 +21,7 @@ from torch import Tensor
 from bwsft.decoding.canvas import Active, Canvas, Change, upload
 from bwsft.decoding.dynamic import Threshold
 from bwsft.decoding.plan import masked_share, routed_shares
-from bwsft.decoding.rules import Quota, rank
+from bwsft.decoding.rules import Quota, Rule, rank
 
 
 class Block(NamedTuple):
@@ -133,3 +133,16 @@ class Edit(Threshold):
         other = block.open & ~block.masked & (block.new_token != block.token)
         edited = other & (block.new_confidence > self.edit_threshold)
         return Change(filled | edited, block.masked & ~filled)
+
+
+@dataclass(frozen=True)
+class Renoise(Rule):
+    """Of a model whose undecided tokens are random ones: random_canvases.py. None: as the model's
+    generation_config.json says."""
+
+    name = "renoise"
+    revising = True
+    own_order = "entropy"
+    only_context = "block_causal"
+    entropy_bound: float | None = None
+    steps: int | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bwsft.decoding.recipes import RecipeName
-
 RuleName = Literal[
     "quota", "dream", "threshold", "factor", "entropy", "first_hitting", "routed", "rcr", "edit",
-    "apd",
+    "apd", "renoise",
+]  # fmt: skip
+RecipeName = Literal[
+    "llada-instruct-gsm8k", "llada-instruct-math", "llada-1.5-gsm8k", "dream", "sdar-dynamic",
+    "fast-dllm", "fast-dllm-v2", "llada2", "llada2.1",
 ]  # fmt: skip
 ContextMode = Literal["exact", "cached", "prefix", "block_causal"]
 Schedule = Literal["linear", "cosine"]
@@ -43,7 +45,8 @@ class DecodeSettings:
     factor: float | None = None
     """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
     entropy_bound: float | None = None
-    """Rule entropy: sum of the committed tokens' entropies in nats; default 0.35."""
+    """Rules entropy, renoise: sum of the committed tokens' entropies in nats, under renoise the
+    model's own unless it is given; default 0.35."""
     clip: tuple[float, float] | None = None
     """Rule first_hitting: mask rates that the model was trained with; default: one token a step."""
     schedule: Schedule | None = None

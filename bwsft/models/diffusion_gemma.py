@@ -99,15 +99,29 @@ class DiffusionGemmaBackbone(Backbone):
             for its, name, module in before:
                 its.register_module(name, module)
 
-    def write_canvases(self, prompt: Sequence[int], seed: int, **settings: Any) -> list[int]:
+    def write_canvases(
+        self, prompt: Sequence[int], seed: int, *, canvas: int, entropy_bound: float | None = None,
+        **settings: Any,
+    ) -> list[int]:  # fmt: skip
         """Token ids that transformers' own sampler writes after a prompt: whole canvases, the
-        padding token after the first end token. ``settings`` are those of its ``generate``; those
-        left out are the model's. The caller's random state is left as it was."""
-        ids = torch.tensor([list(prompt)], device=self.head()[0].device)
-        devices = [ids.device] if ids.is_cuda else []
+        padding token after the first end token. ``canvas`` is the length of one, ``settings`` are
+        those of its ``generate``; those left out are the model's. The caller's random state is left
+        as it was."""
+        ids, model = torch.tensor([list(prompt)], device=self.head()[0].device), self.base_model
+        if entropy_bound is not None:
+            from transformers import EntropyBoundSamplerConfig
+
+            settings["sampler_config"] = EntropyBoundSamplerConfig(entropy_bound=entropy_bound)
+        if model.dtype == torch.float64:
+            model.set_experts_implementation("eager")  # the one that knows it
+        devices, own = [ids.device] if ids.is_cuda else [], model.config.canvas_length
         with torch.random.fork_rng(devices), self.shared():
             torch.manual_seed(seed)
-            found = self.base_model.generate(input_ids=ids, **settings)
+            try:
+                model.config.canvas_length = canvas
+                found = model.generate(input_ids=ids, **settings)
+            finally:
+                model.config.canvas_length = own
         return found.sequences[0, ids.size(1) :].tolist()
 
     def _rows_of(self, batch: Any, rows: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ def test_text_is_final_without_mask_before_its_end(canvas, final):
     ({"seed": -1}, "seed must be in"),
     ({"seed": 2**63}, "seed must be in"),
     ({"min_length": 129}, "min_length must be in .0, gen_length., not 129"),
-    ({"rule": "best"}, "rule must be one of quota, dream, .* apd, not 'best'"),
+    ({"rule": "best"}, "rule must be one of quota, dream, .* renoise, not 'best'"),
     ({"threshold": 0.8}, "threshold belongs to rule threshold or edit, and the rule is quota"),
     ({"rule": "factor", "entropy_bound": 1.0}, "entropy_bound belongs to rule entropy"),
     ({"rule": "threshold", "threshold": -0.1}, "threshold must be 0 or positive"),

@@ -12,8 +12,8 @@ from tiny_decoding import ENDS, MASK, VOCABULARY, bounds_of, model_of, prompts_o
 from bwsft.decoding.config import DecodeConfig
 from bwsft.decoding.generate import generate
 from bwsft.decoding.pipeline import chosen_settings
-from bwsft.decoding.recipes import RECIPES, RecipeName
-from bwsft.decoding.settings import DecoderOptions, DecodeSettings
+from bwsft.decoding.recipes import RECIPES
+from bwsft.decoding.settings import DecoderOptions, DecodeSettings, RecipeName
 
 
 @torch.no_grad()

@@ -5,16 +5,19 @@ import json
 
 import pytest
 import torch
+from bwsft_kernels.philox import Stream, philox_u24
 from safetensors.torch import load_file
 from tiny_diffusion_gemma import CANVAS, tiny_folder
 from tiny_folders import edit, same
 from tiny_runs import before_step, resumed
-from transformers import DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
 from bwsft.commands.train import parse_train
+from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.settings import DecoderOptions
 from bwsft.models.loading import load_backbone, read_family
 from bwsft.objectives.config import ObjectiveConfig, UniformConfig
 from bwsft.training.setup import setup, train
@@ -189,3 +192,102 @@ def test_only_fields_of_the_model_reach_transformers(folder, tmp_path):
     with pytest.raises(ValueError, match="EntropyBoundSamplerConfig, the one that is known"):
         load_backbone(copy)
     assert read_family(copy).noise == "uniform"
+
+
+# --- export and decoding ---
+
+
+def adapted(gemma, root):
+    """A run of an adapter that changes the model."""
+    config = gemma(steps=1, lora=c.LoraConfig(rank=2, alpha=16.0), optim=c.OptimConfig(lr=0.3),
+                   eval=c.EvalConfig(every=0))  # fmt: skip
+    assert train(config, saves_on_signal=False) == 0
+    return str(root / "run")
+
+
+@torch.no_grad()
+def logits(model, prompt, canvas):
+    cache = DynamicCache(config=model.config.text_config)
+    given = {"cache": cache, "decoder_input_ids": canvas}
+    return model(input_ids=prompt, **given).logits
+
+
+def test_a_merged_adapter_is_a_model_of_transformers_that_decodes_alike(gemma, tmp_path, capsys):
+    run, out = adapted(gemma, tmp_path), tmp_path / "out"
+    assert main(["export", "--model", run, "--out", str(out)]) == 0
+    theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(out).eval()
+    base = DiffusionGemmaForBlockDiffusion.from_pretrained(gemma().model).eval()
+    ours = load_trained(run)
+    stored = load_file(out / "model.safetensors").keys()
+    assert stored == load_file(f"{gemma().model}/model.safetensors").keys()  # the published names
+    torch.manual_seed(0)
+    prompt, canvas = torch.randint(256, (1, 11)), torch.randint(320, (1, CANVAS))
+    expected = logits(theirs, prompt, canvas)
+    with ours.backbone.shared():
+        found = logits(ours.backbone.base_model, prompt, canvas)
+    moved = (expected - logits(base, prompt, canvas)).abs().max()
+    assert (expected - found).abs().max() < 1e-4 < moved
+    card = (out / "README.md").read_text()
+    assert "block-diffusion" in card and "[MASK]" not in card and "`bwsft.json`" in card
+    texts = []
+    for model in (run, str(out)):
+        assert main(["generate", "--model", model, "--prompt", "1+1", "--steps", "8"]) == 0
+        said = capsys.readouterr()
+        texts.append(said.out.splitlines()[-1])
+        assert "TPF" in said.err and "assumed" not in said.err
+    assert texts[0] == texts[1]
+
+
+def test_generate_is_the_published_sampler(folder, tmp_path):
+    """Token for token, with passes that are its steps and its encoder's, whatever is beside it."""
+    asked = DecoderOptions(gen_length=12, template="none", dtype="float32")
+    decoder = Decoder.load(str(folder), asked)
+    prompts = decoder.encode(["1+1", "what?", "12"])
+    found = list(decoder.answers(prompts, trace=True))
+    again = list(decoder.answers(prompts, skip=1))
+    assert [f.tokens for f in found[1:]] == [f.tokens for f in again] and not again[0].trace
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(folder).eval()
+    for request, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
+        high, low = philox_u24(torch.arange(2), 0, request, seed=0, stream=Stream.GUMBEL).tolist()
+        torch.manual_seed(high << 24 | low)
+        ids = torch.tensor([list(prompt)])
+        made = model.generate(input_ids=ids, max_new_tokens=12, eos_token_id=[256])
+        written = made.sequences[0, len(prompt) :].tolist()
+        end = written.index(256) if 256 in written else len(written)
+        assert ours.tokens == written[:end] and ours.ended == (256 in written)
+        canvases = len(written) // CANVAS
+        steps = (len(written) - written.count(259)) / made.tokens_per_forward
+        assert ours.steps == round(float(steps)) and ours.passes == ours.steps + canvases
+        last = {commit.position: commit.token for commit in ours.trace}
+        assert [last[i] for i in range(end)] == written[:end]
+        assert max(commit.step for commit in ours.trace) < ours.steps
+        assert all(0 < commit.confidence <= 1 for commit in ours.trace)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (dict(rule="threshold"), "rule threshold fills .MASK.s, and undecided tokens of this model"),
+    (dict(temperature=1.0), "temperature is no setting of this model's sampler"),
+    (dict(top_k=3), "top_k is no setting"),
+    (dict(context="exact"), "has no context exact"),
+])  # fmt: skip
+def test_settings_that_the_sampler_lacks_are_refused(options, said, folder):
+    with pytest.raises(ValueError, match=said):
+        options = DecoderOptions(gen_length=8, template="none", **options)
+        decoder = Decoder.load(str(folder), options)
+        list(decoder.answers(decoder.encode(["12"])))
+
+
+def test_a_model_of_masks_has_no_such_rule():
+    with pytest.raises(ValueError, match="rule renoise is for models whose undecided tokens"):
+        Decoder.load(None, DecoderOptions(rule="renoise", context="block_causal")).encode(["1"])
+
+
+def test_steps_and_bound_are_those_that_are_asked_for(folder):
+    options = dict(gen_length=8, template="none", rule="renoise")
+    plain = Decoder.load(str(folder), DecoderOptions(**options))
+    short = Decoder.load(str(folder), DecoderOptions(steps=4, **options))
+    sure = Decoder.load(str(folder), DecoderOptions(entropy_bound=100.0, **options))
+    [found], [two], [other] = (list(d.answers(d.encode(["12+3"]))) for d in (plain, short, sure))
+    assert (found.steps, two.steps) == (10, 4)  # two canvases of 5 steps, and of 2
+    assert other.tokens != found.tokens
+    assert sure.config.entropy_bound == 100 and sure.backbone.base_model.config.canvas_length == 4
