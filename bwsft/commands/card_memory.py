@@ -21,7 +21,7 @@ from bwsft import config as c
 from bwsft.commands.hollow_run import by_layers, is_on_a_card, mode_of, nominal_batch
 from bwsft.models.backbone import Backbone, trainable
 from bwsft.models.hollow import layer_kinds
-from bwsft.models.support import MIXTURES
+from bwsft.models.support import STACKED
 from bwsft.objectives.base import Place
 from bwsft.training.optim import make_optimizer
 from bwsft.utils.config_check import flat
@@ -73,7 +73,7 @@ def settings_that_fit(
 
 def alternatives(config: c.Config, shape: Any) -> Iterator[list[c.Config]]:
     """Lists of settings, of each of which the first that fits is wanted."""
-    dense = getattr(shape, "model_type", None) not in MIXTURES
+    dense = getattr(shape, "model_type", None) not in STACKED
     lora, quantized = config.lora, [config.lora]
     if is_on_a_card(config) and lora.rank and config.model and config.parallel == "ddp" and dense:
         quantized.append(dataclasses.replace(lora, quantize="nf4"))

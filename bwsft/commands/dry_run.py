@@ -135,8 +135,12 @@ def parse_bytes(text: str) -> int:
 
 def masked(config: c.Config) -> float:
     """Supervised tokens of a sequence in every draw: half of what can be masked, and all of a
-    hidden suffix that is supervised, which makes it half of the response."""
+    hidden suffix that is supervised, which makes it half of the response. Of noise that is random
+    tokens, all."""
     objective = config.objective
+    if objective.name == "uniform":
+        region = config.block_size if objective.uniform.one_block else config.gen_length
+        return region * (config.draws_per_context + (config.ar_weight > 0))
     whole = objective.name == "classical" or objective.suffix_weight
     whole = whole or config.context == "block_causal"
     return config.draws_per_context * (config.gen_length if whole else config.block_size) / 2

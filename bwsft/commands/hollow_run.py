@@ -27,11 +27,12 @@ from bwsft.models.llada_config import LladaConfig
 from bwsft.models.weight_files import read_json
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.classical import Classical
+from bwsft.objectives.uniform import Uniform
 from bwsft.presets import is_for_a_gpu
 from bwsft.training.context_modes import ContextMode, make_mode
 from bwsft.training.run_data import layout_of
 
-OBJECTIVES = {"blockwise": Blockwise, "classical": Classical}
+OBJECTIVES = {"blockwise": Blockwise, "classical": Classical, "uniform": Uniform}
 
 
 def countable(config: c.Config) -> c.Config:
@@ -39,7 +40,7 @@ def countable(config: c.Config) -> c.Config:
     is not counted."""
     if config.objective.name not in OBJECTIVES or config.objective.blocks in ("each", "all"):
         raise ValueError(
-            f"--dry-run counts {' and '.join(OBJECTIVES)} SFT on one block, or all, at a visit: "
+            f"--dry-run counts {', '.join(OBJECTIVES)} SFT on one block, or all, at a visit: "
             "see bwsft experiment table --dry-run for the others"
         )
     plain, size = c.Config(), config.block_size

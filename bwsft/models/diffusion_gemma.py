@@ -14,7 +14,8 @@ T rows, the clean ones and the canvases; W rows of one of both; D hidden size, V
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bwsft.models.backbone import Backbone, Family, active_module, check_ids, check_positions
+from bwsft.models.grouped_experts import GroupedExperts
 from bwsft.models.hf_decoder import checkpoint_layers, without_dropout
 from bwsft.models.kv_cache import CacheShape, Context
 from bwsft.models.support import DIFFUSION_GEMMA
@@ -70,6 +72,9 @@ class DiffusionGemmaBackbone(Backbone):
         without_dropout(base)
         for part in (base.model.encoder.vision_tower, base.model.encoder.embed_vision):
             part.requires_grad_(False)
+        for layer in (layer for pair in _pairs(base) for layer in pair):
+            if not isinstance(layer.experts, GroupedExperts):
+                layer.experts.__class__ = _grouped(type(layer.experts))
 
     def cache_shape(self) -> CacheShape:
         raise ValueError("DiffusionGemma's layers differ in their keys: it has no context cache")
@@ -112,8 +117,6 @@ class DiffusionGemmaBackbone(Backbone):
             from transformers import EntropyBoundSamplerConfig
 
             settings["sampler_config"] = EntropyBoundSamplerConfig(entropy_bound=entropy_bound)
-        if model.dtype == torch.float64:
-            model.set_experts_implementation("eager")  # the one that knows it
         devices, own = [ids.device] if ids.is_cuda else [], model.config.canvas_length
         with torch.random.fork_rng(devices), self.shared():
             torch.manual_seed(seed)
@@ -144,12 +147,21 @@ class DiffusionGemmaBackbone(Backbone):
         """The clean rows through the encoder: hidden states [W, D] after the final norm, and their
         keys and values with gradients."""
         rows, cache = batch.clean_rows, DynamicCache()
+        encoder, masks = self.base_model.model.encoder.language_model, self.masks(batch, rows, rows)
+
+        def half(ids: Tensor, positions: Tensor) -> Any:
+            given = {"input_ids": ids, "position_ids": positions}
+            return encoder(**given, attention_mask=masks, cache=cache)
+
         with self.shared():
-            out = self.base_model.model.encoder.language_model(
-                input_ids=batch.ids[rows][None], position_ids=batch.position_ids[rows][None],
-                attention_mask=self.masks(batch, rows, rows), cache=cache,
-            )  # fmt: skip
-        return out.last_hidden_state[0], cache
+            return self.run_layers(batch.ids[rows], batch.position_ids[rows], half), cache
+
+    def run_layers(
+        self, ids: Tensor, position_ids: Tensor, layout: Callable[[Tensor, Tensor], Any],
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One of the two halves, ``layout``, on tokens [W] -> [W, D] after the final norm."""
+        return layout(ids[None], position_ids[None]).last_hidden_state[0]
 
     def decode(
         self, batch: Any, rows: Tensor, cache: DynamicCache, signal: Tensor | None = None
@@ -157,13 +169,14 @@ class DiffusionGemmaBackbone(Backbone):
         """Whole canvases, rows [W], through the decoder -> [W, D] after the final norm. ``signal``
         [W, D]: embeddings of what the model said of these tokens before, 0 for nothing."""
         decoder, keys = self.base_model.model.decoder, torch.cat((batch.clean_rows, rows))
+        masks = self.masks(batch, rows, keys)
+
+        def half(ids: Tensor, positions: Tensor) -> Any:
+            given = {"decoder_input_ids": ids, "decoder_position_ids": positions}
+            return decoder(**given, decoder_attention_mask=masks, cache=cache)
+
         with _signal(decoder.self_conditioning, signal):
-            out = decoder(
-                decoder_input_ids=batch.ids[rows][None],
-                decoder_position_ids=batch.position_ids[rows][None],
-                decoder_attention_mask=self.masks(batch, rows, keys), cache=cache,
-            )  # fmt: skip
-        return out.last_hidden_state[0]
+            return self.run_layers(batch.ids[rows], batch.position_ids[rows], half)
 
     @torch.no_grad()
     def own_predictions(
@@ -244,6 +257,18 @@ def config_of(found: dict[str, Any]) -> PreTrainedConfig:
     return CONFIG_MAPPING[DIFFUSION_GEMMA].from_dict(own | parts)
 
 
+def with_text_layers(text: PreTrainedConfig, kinds: list[str]) -> PreTrainedConfig:
+    """A text_config with layers of these kinds, each as wide as its kind is in ``text``."""
+    own = text.to_dict()
+    wide = {text.layer_types[int(i)]: w for i, w in (own.pop("per_layer_config") or {}).items()}
+    last = [*kinds[:-1], "full_attention"]  # on which the class insists
+    sizes = {"num_hidden_layers": len(kinds), "layer_types": last, "per_layer_config": {}}
+    made = type(text)(**own | sizes)
+    made.layer_types = list(kinds)
+    made.per_layer_config = {i: wide[kind] for i, kind in enumerate(kinds) if kind in wide}
+    return made
+
+
 def _own(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     """The fields of a kind of config."""
     own, common = ({f.name for f in fields(c)} for c in (CONFIG_MAPPING[kind], PreTrainedConfig))
@@ -292,6 +317,12 @@ def _check_plain(module: nn.Module, name: str) -> None:
             "adapters on the decoder's layers alone "
             r"(target_modules=r'.*decoder\.layers\.\d+\.self_attn\.[qkvo]_proj')"
         )
+
+
+@functools.cache
+def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
+    """transformers' class of experts, run as those of other mixtures."""
+    return type(kind.__name__, (GroupedExperts, kind), {})
 
 
 def _pairs(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:

@@ -18,10 +18,11 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from bwsft.config import LoraConfig
 from bwsft.models.backbone import Backbone
+from bwsft.models.diffusion_gemma import with_text_layers
 from bwsft.models.experts import SigmoidRouter, SoftmaxRouter
 from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.lora import add_lora
-from bwsft.models.support import MIXTURES
+from bwsft.models.support import DIFFUSION_GEMMA, MIXTURES
 
 # nf4 with doubly quantized scales: half a byte a number, a byte for each 64 of them, and four for
 # each 256 of those.
@@ -56,8 +57,10 @@ def hollow_backbone(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = like(buffer, fake)
-        if isinstance(module, SoftmaxRouter | SigmoidRouter):
-            module.forward = partial(in_turn, module.forward, len(module.weight))
+        of = getattr(module, "per_expert_scale", None)  # of DiffusionGemma's router
+        of = module.weight if isinstance(module, SoftmaxRouter | SigmoidRouter) else of
+        if of is not None:
+            module.forward = partial(in_turn, module.forward, len(of))
     return backbone.train()
 
 
@@ -117,6 +120,7 @@ class Widened(torch.autograd.Function):
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
     """What distinguishes each layer of the model, "" where all are alike."""
+    config = config.get_text_config()
     layers = range(config.num_hidden_layers)
     if config.model_type in MIXTURES:
         every, dense = getattr(config, "decoder_sparse_step", 1), _dense_layers(config)
@@ -133,6 +137,9 @@ def _dense_layers(config: PreTrainedConfig) -> Collection[int]:
 def with_layers(config: PreTrainedConfig, kinds: list[str]) -> PreTrainedConfig:
     """The config of a model with layers of these kinds."""
     config = copy.deepcopy(config)
+    if config.model_type == DIFFUSION_GEMMA:
+        config.text_config = with_text_layers(config.text_config, kinds)
+        return config
     config.num_hidden_layers = len(kinds)
     if config.model_type in MIXTURES:
         dense = [i for i, kind in enumerate(kinds) if kind == "dense"]

@@ -54,6 +54,7 @@ _TARGETS = {
     "llada": LLADA_TARGETS,
     "diffusion_gemma": {
         "all": _CANVASES + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)",
+        "attention": _CANVASES + r"self_attn\.[qkvo]_proj",
         "released": _CANVASES + r"(self_attn\.[qkv]_proj|mlp\.up_proj)",
     },
     "bert": {
@@ -78,7 +79,8 @@ def add_lora(backbone: Backbone, config: LoraConfig, seed: int) -> None:
     routed = config.targets == "experts"
     if routed and backbone.base_model.config.model_type not in MIXTURES:
         raise ValueError(
-            "--lora.targets experts: this model has no routed experts, leave it at all"
+            "--lora.targets experts: this model has no routed experts, or none that take adapters "
+            "here; leave it at all"
         )
     lora = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, bias="none",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bwsft.models.backbone import Backbone
+from bwsft.models.support import STACKED
 
 
 def require_bitsandbytes() -> ModuleType:
@@ -36,7 +37,7 @@ def quantize(backbone: Backbone, device: torch.device) -> None:
     """
     library, head = require_bitsandbytes(), backbone.head()[0]
     model = backbone.model
-    if any(p.ndim == 3 for p in model.parameters()):
+    if backbone.base_model.config.model_type in STACKED:
         raise ValueError(
             "--lora.quantize packs matrices, and the experts of this model are one tensor a layer: "
             "leave the option out"

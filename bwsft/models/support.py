@@ -20,6 +20,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SUPPORTED = (*PUBLISHED, *DECODERS, *ENCODERS)
 MIXTURES = ("sdar_moe", "lladamoe", "llada2_moe")
+STACKED = (*MIXTURES, DIFFUSION_GEMMA)  # the experts of a layer are one tensor in memory
 
 _EXPERT_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
 

@@ -165,7 +165,7 @@ def test_what_it_prints(capsys):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["debug", "--objective.name", "mdlm"], "counts blockwise and classical SFT"),
+    (["debug", "--objective.name", "mdlm"], "counts blockwise, classical, uniform SFT"),
     (["llada-moe-7b-lora"], "hf download inclusionAI/LLaDA-MoE-7B-A1B-Instruct config.json"),
     (["sdar-4b-lora"], "hf download JetLM/SDAR-4B-Chat config.json --local-dir DIR"),
 ])

@@ -15,9 +15,11 @@ from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 from bwsft import config as c
 from bwsft.checkpoints.resolve import load_trained
 from bwsft.cli import main
+from bwsft.commands.dry_run import count, step_of
 from bwsft.commands.train import parse_train
 from bwsft.decoding.pipeline import Decoder
 from bwsft.decoding.settings import DecoderOptions
+from bwsft.models.families import read_config
 from bwsft.models.loading import load_backbone, read_family
 from bwsft.objectives.config import ObjectiveConfig, UniformConfig
 from bwsft.training.setup import setup, train
@@ -90,7 +92,6 @@ def test_micro_batches_add_up_and_the_step_is_the_modes(gemma, make_run):
     for micro in (4, 1):
         config = gemma(micro_batch_size=micro, ar_weight=0.3, out=f"{gemma().out}-{micro}")
         run = make_run(config, torch.float64)
-        run.backbone.base_model.set_experts_implementation("eager")  # which knows float64
         found[micro] = train_step(run, 0), run
     (whole, one), (parts, other) = found.values()
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
@@ -291,3 +292,31 @@ def test_steps_and_bound_are_those_that_are_asked_for(folder):
     assert (found.steps, two.steps) == (10, 4)  # two canvases of 5 steps, and of 2
     assert other.tokens != found.tokens
     assert sure.config.entropy_bound == 100 and sure.backbone.base_model.config.canvas_length == 4
+
+
+# --- what is told before a run ---
+
+
+def test_a_dry_run_counts_what_a_step_takes(folder, data_file, capsys):
+    """Of two layers more than the model has, too, which follow from the kinds of its own."""
+    asked = f"train debug --model {folder} --data {data_file} --gen-length 16 --max-length 24"
+    more = "--batch-size 2 --micro-batch-size 1 --steps 3 --objective.uniform.self-conditioning 0"
+    for words, tokens, supervised in (
+        ("", 8 + 12 + 16, 16),
+        ("--ar-weight 0.1", 8 + 16 + 16, 32),
+        ("--objective.uniform.one-block", None, CANVAS),
+    ):
+        with pytest.raises(SystemExit):
+            main([*asked.split(), *more.split(), *words.split(), "--dry-run"])
+        said = capsys.readouterr().out
+        assert tokens is None or f"tokens through the layers: {2 * tokens} an update" in said
+        assert f"supervised tokens: {2 * supervised} an update" in said and "memory: " in said
+
+
+def test_a_hollow_model_counts_what_a_whole_one_takes(folder, gemma):
+    config = gemma(objective=ObjectiveConfig(name="uniform", uniform=UniformConfig(0.0)))
+    shape = read_config(folder)
+    counted = count(config, shape)
+    backbone = load_backbone(folder).train()
+    tokens, flops = step_of(config, backbone)
+    assert counted.tokens == tokens and counted.flops == pytest.approx(flops, rel=0.01)
