@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from bwsft_kernels import _matmul, linear_cross_entropy, reference
+from bwsft_kernels import _cross_entropy_streamed, _matmul, linear_cross_entropy, reference
 from bwsft_kernels._matmul import plan_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,11 +30,14 @@ def problem(n, d, v, *, seed=0, dtype=torch.float64, ignored=0.3, bias=False):
     return x, weight, target, normal(v) if bias else None
 
 
-def run(function, x, weight, target, bias=None, upstream=None, **options):
-    """(loss, gradients of what requires grad)."""
+def run(function, x, weight, target, bias=None, upstream=None, frozen=False, **options):
+    """(loss, gradients of what requires grad: of all, or with a frozen head of x)."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
-    linear_bias = leaves[2] if bias is not None else None
-    loss = function(leaves[0], leaves[1], target, linear_bias=linear_bias, **options)
+    if frozen:
+        leaves, weight, linear_bias = leaves[:1], weight.detach(), bias
+    else:
+        weight, linear_bias = leaves[1], leaves[2] if bias is not None else None
+    loss = function(leaves[0], weight, target, linear_bias=linear_bias, **options)
     upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype)
     return loss.detach(), torch.autograd.grad(loss, leaves, upstream)
 
@@ -44,8 +47,10 @@ def assert_reference(x, weight, target, bias=None, upstream=None, chunk_bytes=51
                           **options)
     loss, own = run(linear_cross_entropy, x, weight, target, bias, upstream,
                     chunk_bytes=chunk_bytes, **options)
-    torch.testing.assert_close(loss, expected, **EXACT)
-    for one, other in zip(own, grads, strict=True):
+    frozen, own_x = run(linear_cross_entropy, x, weight, target, bias, upstream, frozen=True,
+                        chunk_bytes=chunk_bytes, **options)
+    for one, other in zip([loss, *own, frozen, *own_x], [expected, *grads, expected, grads[0]],
+                          strict=True):
         torch.testing.assert_close(one, other, **EXACT)
 
 
@@ -77,7 +82,24 @@ def cases(draw):
 @given(cases())
 def test_equals_the_reference(case):
     arguments, options = case
-    assert_reference(*arguments, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cross_entropy_streamed, "NARROWEST", 4)  # tiles of the vocabulary
+        assert_reference(*arguments, **options)
+
+
+def test_tiles_with_ever_larger_logits():
+    """A later tile's logits are above the reference by less than the slack, by more, and by more
+    than fp32 can hold; the largest may be the target's, which is left out."""
+    weight = torch.tensor([0.0, 1.0, 25.0, 26.0, 90.0, 400.0, 399.0, -1e4])[:, None]
+    x, target = torch.tensor([[1.0], [1.0], [-1.0], [0.01]]), torch.tensor([5, 0, 7, 6])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cross_entropy_streamed, "NARROWEST", 1)
+        loss, (grad,) = run(linear_cross_entropy, x, weight, target, frozen=True, chunk_bytes=16,
+                            reduction="none")
+    truth, (true_grad,) = run(reference.linear_cross_entropy, x.double(), weight.double(), target,
+                              frozen=True, reduction="none")
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), true_grad, rtol=1e-6, atol=1e-6)
 
 
 def test_confidence_is_the_entropy_of_rows_whose_target_leads():
@@ -141,11 +163,18 @@ def test_error_is_that_of_torch_in_the_same_dtype(n, d, v, dtype, widened, monke
     total, sum_grads = run(
         linear_cross_entropy, x, weight, target, row_weight=upstream, reduction="sum"
     )
+    # With a frozen head, where no logits are stored if products are in fp32.
+    frozen, frozen_grads = run(linear_cross_entropy, x, weight, target, frozen=True,
+                               row_weight=upstream, reduction="sum")
     assert ours.dtype == total.dtype == torch.float32
-    assert error(ours, truth) <= 3 * error(theirs, truth) + 1e-6 * float(truth.abs().max())
-    torch.testing.assert_close(total, (ours * upstream).sum(), rtol=1e-6, atol=0)
-    for grads in (our_grads, sum_grads):
-        for own, other, true in zip(grads, their_grads, true_grads, strict=True):
+    most = 3 * error(theirs, truth) + 1e-6 * float(truth.abs().max())
+    assert error(ours, truth) <= most
+    torch.testing.assert_close(frozen, (ours * upstream).sum(), rtol=1e-6, atol=0)
+    assert error(total, (truth * upstream).sum()) <= most * float(upstream.sum())
+    if not widened:
+        torch.testing.assert_close(total, (ours * upstream).sum(), rtol=1e-6, atol=0)
+    for grads in (our_grads, sum_grads, frozen_grads):
+        for own, other, true in zip(grads, their_grads, true_grads, strict=False):
             assert own.dtype == dtype
             band = torch.finfo(dtype).eps * float(true.abs().max())
             assert error(own, true) <= 3 * error(other, true) + band

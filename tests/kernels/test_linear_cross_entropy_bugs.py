@@ -42,6 +42,16 @@ def test_a_freed_graph_says_so(reduction):
         grads(loss, x, weight)
 
 
+@pytest.mark.parametrize("chunk_bytes", [None, 4 * V * 4])
+def test_a_kept_graph_gives_its_gradients_again(chunk_bytes):
+    """Ours: the last backward may make its gradients where the forward pass kept them."""
+    x, weight, target = problem()
+    loss = loss_of(x, weight, target, chunk_bytes=chunk_bytes)
+    expected = grads(3 * full(x, weight, target), x, weight)
+    for retain in (True, True, False):
+        assert_close(grads(3 * loss, x, weight, retain_graph=retain), expected)
+
+
 def test_double_backward_raises():
     x, weight, target = problem()
     for reduction in ("sum", "none"):

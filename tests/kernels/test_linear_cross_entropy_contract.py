@@ -120,7 +120,7 @@ def test_nothing_synchronizes_when_the_count_is_known():
     rows = select(16)
     loss, swept = sweep(x[:16], weight, None, rows.target, rows.weight, None, options,
                         (True, True, False))
-    grads = finish(loss.sum(), x[:16], weight, None, swept, options, (True, True, False))
+    grads = finish(loss.sum(), x[:16], weight, None, swept, options, (True, True, False), last=True)
     assert [grad.shape for grad in grads[:2]] == [(16, D), weight.shape] and grads[2] is None
     with pytest.raises((RuntimeError, NotImplementedError)):
         select(None)

@@ -6,7 +6,8 @@ Letters: N rows of a chunk, n of them handled at a time, D hidden size, V vocabu
 A row's softmax is taken over the other classes than its target y: with L their log-sum-exp,
 d = L - z_y and q their softmax, the loss is log(1 + e^d) and its gradient sigmoid(d) * (q_j for the
 others, -1 for y). Both keep their digits where the model is sure of the target, and sigmoid(d)
-times the row's weight is one number a row, which the matrix products after it can take.
+times the row's weight is one number a row: on a GPU the matrix products after it take it; on a CPU
+g does while it is in cache, so that no factor of a product is copied.
 """
 
 import torch
@@ -38,20 +39,17 @@ def loss_and_grad(
     softcap: float | None, excluded_id: int | None,
     scratch: Tensor,  # uint8 [N or more, row_bytes]
     confidence: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # [N], [N, V], [N]
+) -> tuple[Tensor, Tensor, Tensor | None]:  # [N], [N, V], [N]
     """(unweighted loss, 0 where row_weight is; g in the dtype of x, inside `scratch`; s): the
-    gradient of the logits, times row_weight, is g * s[:, None]."""
+    gradient of the logits, times row_weight, is g * s[:, None], or g where s is None."""
     size, vocabulary = len(x), len(weight)
     logits, wide = scratch[:size].view(x.dtype), row_weight.dtype
     # The product below rounds 16-bit logits; the target's is made in fp32 besides.
-    few = size if x.is_cuda else PICKED_ROWS
-    picked = torch.cat([
-        (rows.to(wide) * weight[of]).sum(1)
-        for rows, of in zip(x.split(few), target.split(few), strict=True)])
-    if bias is not None:
-        picked += bias[target]
+    picked = target_logits(x, weight, bias, target, wide)
     logits_into(logits, x, weight, bias)
     loss, scale = torch.empty_like(row_weight), torch.empty_like(row_weight)
+    # Where g holds s: fp16 can't hold small q.
+    expand = x.device.type == "cpu" or x.dtype == torch.float16
     step = _block_rows(size, vocabulary, wide, in_place=wide == x.dtype)
     copy = logits if wide == x.dtype else x.new_empty(step, vocabulary, dtype=wide)
     for start in range(0, size, step):
@@ -62,12 +60,33 @@ def loss_and_grad(
         part = smoothing[rows] if isinstance(smoothing, Tensor) else smoothing
         loss[rows], scale[rows] = _become_gradient_(
             values, picked[rows], target[rows], row_weight[rows], part, softcap, excluded_id,
-            confidence, expand=x.dtype == torch.float16,
+            confidence, expand,
         )
         if wide != x.dtype:
             logits[rows] = values
     # A row without weight adds 0, even if its loss isn't finite.
-    return loss.masked_fill_(row_weight == 0, 0), logits, scale
+    return loss.masked_fill_(row_weight == 0, 0), logits, None if expand else scale
+
+
+def target_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
+    target: Tensor, wide: torch.dtype,  # [N]
+) -> Tensor:  # [N] in `wide`
+    """The logits of the targets, of factors in the dtype of x."""
+    few = len(x) if x.is_cuda else PICKED_ROWS
+    picked = torch.cat([
+        (rows.to(wide) * weight[of].to(x.dtype)).sum(1)
+        for rows, of in zip(x.split(few), target.split(few), strict=True)])
+    if bias is not None:
+        picked += bias[target].to(x.dtype)
+    return picked
+
+
+def loss_and_miss(gap: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:  # [n] each
+    """(loss, sigmoid(d)) of d = L - z_y and the target's logit."""
+    loss = torch.logaddexp(gap, torch.zeros_like(gap))
+    # An infinite logit isn't a loss of 0: inf - inf is NaN, as torch's own loss.
+    return torch.where(picked == torch.inf, torch.nan, loss), gap.sigmoid()
 
 
 def _block_rows(size: int, vocabulary: int, wide: torch.dtype, in_place: bool) -> int:
@@ -85,7 +104,7 @@ def _become_gradient_(
     picked: Tensor, target: Tensor, weight: Tensor,  # [n]
     smoothing: Tensor | float,  # [n]
     softcap: float | None, excluded_id: int | None, confidence: float,
-    expand: bool,  # g holds s already, for a dtype that can't hold small q
+    expand: bool,  # g holds s already
 ) -> tuple[Tensor, Tensor]:  # loss [n], s [n]
     (size, classes), slope = values.shape, None
     smooth = isinstance(smoothing, Tensor) or smoothing > 0
@@ -105,10 +124,7 @@ def _become_gradient_(
     top = values.amax(1)
     torch.softmax(values, 1, out=values)
     gap = (top - picked) - values.amax(1).log()  # a difference first: logits may be large
-    loss = torch.logaddexp(gap, torch.zeros_like(gap))
-    # An infinite logit isn't a loss of 0: inf - inf is NaN, as torch's own loss.
-    loss = torch.where(picked == torch.inf, torch.nan, loss)
-    miss = gap.sigmoid()
+    loss, miss = loss_and_miss(gap, picked)
     scale, at_target = weight * miss, -weight * miss
     plain = loss
     if confidence:

@@ -1,7 +1,8 @@
 """Cross-entropy of a linear head that multiplies only the supervised rows.
 
 Ignored rows leave before the matmul, so time and memory follow the N supervised rows and not the
-batch. A chunk of logits becomes its own gradient in place. For "mean" and "sum" the gradients of
+batch. A chunk of logits becomes its own gradient in place; on a CPU a frozen head's are made and
+summed tile by tile, and never stored. For "mean" and "sum" the gradients of
 input and bias are made in the forward pass, from logits that exist anyway, and the head's in
 backward, where the upstream factor is known; "none" makes all of them in backward, because there
 each row's upstream gradient must be known before the projection.
@@ -50,9 +51,10 @@ def linear_cross_entropy(
     arXiv:2512.15745).
     num_rows: host integer; rows after the first num_rows are not supervised, so a GPU needn't be
     synchronized to count them. chunk_bytes: most bytes of logits at a time; where it isn't given,
-    512 MiB on a GPU, and on a CPU 32 Mi logits, twice as many for a trained head. `weight` and
-    `options` are torch's and unsupported. ValueError for what is unsupported or doesn't fit; a
-    target outside [0, V) too (on a GPU a device-side assertion, or ValueError with BWSFT_DEBUG=1).
+    512 MiB on a GPU, on a CPU 16 Mi logits or 256 rows, and 4 MiB where it keeps none (frozen
+    head, plain softmax, fp32 products). `weight` and `options` are torch's and unsupported.
+    ValueError for what is unsupported or doesn't fit; a target outside [0, V) too (on a GPU a
+    device-side assertion, or ValueError with BWSFT_DEBUG=1).
     """
     if weight is not None or options is not None:
         raise ValueError("weight (per class) and options are unsupported; see row_weight")
@@ -144,10 +146,16 @@ def _finish(
     upstream: Tensor,  # a scalar
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
     grad_x: Tensor | None, scale: Tensor, head: Tensor | None, grad_bias: Tensor | None,  # Swept
-    *settings: object,
+    *settings: object, last: bool = False,
 ) -> Outputs:  # gradients of x, weight and bias
     swept = Swept(grad_x, scale, head, grad_bias)
-    return finish(upstream, x, weight, bias, swept, LossOptions(*settings[:-1]), settings[-1])
+    return finish(
+        upstream, x, weight, bias, swept, LossOptions(*settings[:-1]), settings[-1], last)
+
+
+def _finish_eagerly(*args: object) -> Outputs:
+    """As `_finish`; a graph that isn't kept gives up what was saved, which needn't be copied."""
+    return _finish(*args, last=not torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _sweep_with_upstream(
@@ -159,7 +167,7 @@ def _sweep_with_upstream(
     options, needs = LossOptions(*settings[:-1]), settings[-1]
     row_weight = row_weight * upstream
     _, swept = sweep(x, weight, bias, target, row_weight, smoothing, options, needs)
-    return finish(row_weight.new_ones(()), x, weight, bias, swept, options, needs)
+    return finish(row_weight.new_ones(()), x, weight, bias, swept, options, needs, last=True)
 
 
 def _bwd_fake(
@@ -183,7 +191,7 @@ _bwd = operator(
     "linear_cross_entropy_bwd",
     f"(Tensor upstream, {HEAD}, Tensor? grad_x, Tensor scale, Tensor? head, "
     f"Tensor? grad_bias, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
-    _finish, _bwd_fake,
+    _finish, _bwd_fake, eager=_finish_eagerly,
 )
 _linear_cross_entropy = operator(
     "linear_cross_entropy",

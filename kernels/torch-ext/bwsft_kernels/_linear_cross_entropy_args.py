@@ -11,9 +11,9 @@ from torch import Tensor
 from ._dispatch import check_float, check_impl
 from ._matmul import autocast_dtype
 
-# Logits at a time where the caller doesn't say. On a CPU few enough that pages are touched once and
-# used again; a trained head wants fewer chunks, each of which is added to its gradient in fp32.
-GPU_BYTES, CPU_LOGITS, CPU_LOGITS_TRAINED = 512 << 20, 32 << 20, 64 << 20
+# Logits at a time where the caller doesn't say; on a CPU few enough that pages are touched once and
+# used again, but those of so many rows that arithmetic and not reading the head takes the time.
+GPU_BYTES, CPU_LOGITS, CPU_ROWS = 512 << 20, 16 << 20, 256
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class LossOptions:
         """Of loss and accumulators: fp32, or fp64 for fp64 input."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def budget(self, device: torch.device, trained: bool) -> int:
-        """Most bytes of logits at a time; trained: the head gets a gradient."""
+    def budget(self, device: torch.device, vocabulary: int) -> int:
+        """Most bytes of logits at a time."""
         if self.chunk_bytes is not None:
             return self.chunk_bytes
         if device.type != "cpu":
             return GPU_BYTES
-        return (CPU_LOGITS_TRAINED if trained else CPU_LOGITS) * self.dtype.itemsize
+        return max(CPU_LOGITS, CPU_ROWS * vocabulary) * self.dtype.itemsize
 
 
 def check_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:

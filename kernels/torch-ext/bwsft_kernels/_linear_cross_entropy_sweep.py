@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _cross_entropy_torch
+from ._cross_entropy_streamed import can_stream, loss_and_grad_x
 from ._dispatch import triton_implementation
 from ._linear_cross_entropy_args import LossOptions
 from ._matmul import add_product_, no_autocast, plan_chunks, product, product_into
@@ -28,7 +29,7 @@ class Swept(NamedTuple):
 
 def head_bytes(size: int, weight: Tensor, options: LossOptions) -> int:
     """Bytes of `Swept.head` for `size` rows."""
-    per_row, chunks = _plan(size, weight, options, True)
+    per_row, chunks = _plan(size, weight, options)
     if len(chunks) <= 1:
         return size * per_row
     return weight.numel() * options.wide.itemsize
@@ -48,7 +49,7 @@ def losses(
     smooth = options.smooth if smoothing is None else smoothing
     loss = kernels.head_loss(
         x, weight, bias, target, smooth, options.softcap, options.excluded_id,
-        options.budget(x.device, False), options.confidence)
+        options.budget(x.device, len(weight)), options.confidence)
     return loss.masked_fill_(row_weight == 0, 0)
 
 
@@ -66,15 +67,18 @@ def sweep(
     need_x, need_weight, need_bias = needs
     road, split = _road(options.impl, x), triton_implementation(
         options.impl, x, "_linear_cross_entropy_bwd_triton")
+    if len(x) and road is _cross_entropy_torch and can_stream(x, options, needs):
+        loss, grad_x = loss_and_grad_x(x, weight, bias, target, row_weight, options, need_x)
+        return loss, Swept(grad_x, torch.ones_like(loss), None, None)
     grad_input = split.grad_input if split else product
     size, vocabulary = len(x), len(weight)
     total = grad_bias = None
     with no_autocast(x.device):
         weight, bias = _cast(options.dtype, weight, bias)
-        per_row, chunks = _plan(size, weight, options, need_weight)
+        per_row, chunks = _plan(size, weight, options)
         empty = x.new_empty(0, dtype=options.wide)
         if need_weight and len(chunks) > 1:
-            total = empty.new_zeros(weight.shape)
+            total = empty.new_empty(weight.shape)
         if need_bias:
             grad_bias = empty.new_zeros(vocabulary)
         scratch = x.new_empty(chunks[0][1] if chunks else 0, per_row, dtype=torch.uint8)
@@ -94,7 +98,8 @@ def sweep(
             if need_bias:
                 grad_bias += _weighted_sum(g[:, :vocabulary], scale)
             if total is not None:
-                add_product_(total, g[:, :vocabulary].t(), _scaled(chunk, scale))
+                add_product_(
+                    total, g[:, :vocabulary].t(), _scaled(chunk, scale), first=start == 0)
     if not parts:
         parts = [(empty, empty.new_zeros(0, x.shape[1]), None)]
     loss, grad_x, scale = map(_joined, zip(*parts, strict=True))
@@ -113,41 +118,47 @@ def sweep(
 def finish(
     upstream: Tensor,  # a scalar
     x: Tensor, weight: Tensor, bias: Tensor | None,  # [N, D], [V, D], [V]
-    swept: Swept, options: LossOptions, needs: Sequence[bool],
+    swept: Swept, options: LossOptions, needs: Sequence[bool], last: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # [N, D], [V, D], [V]
     """The gradients times `upstream`, in the dtypes of what they belong to, or None.
 
-    Out of place: a second backward must find what was saved as it was.
+    last: nobody needs `swept` after this, whose tensors may become the gradients.
     """
     upstream = upstream.to(options.wide)
+    times = Tensor.mul_ if last else Tensor.mul
     grad_x = grad_weight = grad_bias = None
+    if needs[0]:
+        grad_x = times(swept.grad_x, upstream).to(x.dtype)
     if needs[1]:
         with no_autocast(x.device):
-            grad_weight = _grad_weight(upstream, x, weight, swept, options)
-    if needs[0]:
-        grad_x = (swept.grad_x * upstream).to(x.dtype)
+            grad_weight = _grad_weight(upstream, x, weight, swept, options, last)
     if needs[2]:
-        grad_bias = (swept.grad_bias * upstream).to(bias.dtype)
+        grad_bias = times(swept.grad_bias, upstream).to(bias.dtype)
     return grad_x, grad_weight, grad_bias
 
 
 def _grad_weight(
     upstream: Tensor,  # a scalar
     x: Tensor, weight: Tensor,  # [N, D], [V, D]
-    swept: Swept, options: LossOptions,
+    swept: Swept, options: LossOptions, last: bool,
 ) -> Tensor:  # [V, D] in the dtype of weight
-    per_row, chunks = _plan(len(x), weight, options, True)
+    per_row, chunks = _plan(len(x), weight, options)
     if len(chunks) > 1:
         total = swept.head.view(options.wide).view(weight.shape)
-        out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        in_place = last and weight.dtype == options.wide
+        out = total if in_place else torch.empty_like(
+            weight, memory_format=torch.contiguous_format)
         return torch.mul(total, upstream, out=out)
     if not chunks:
         return torch.zeros_like(weight)
     g = swept.head.view(len(x), per_row).view(options.dtype)[:, : len(weight)]
     (x,) = _cast(options.dtype, x)
-    if options.dtype == torch.float16:  # sums of many rows can exceed 65504 before they are scaled
-        return (product(g.t(), x) * (swept.scale[0] * upstream)).to(weight.dtype)
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    if _road(options.impl, x) is _cross_entropy_torch and x.device.type == "cpu":
+        # g holds the rows' scales, and scale what undoes the range of fp16.
+        return product_into(out, g.t(), x, float(swept.scale[0] * upstream))
+    if options.dtype == torch.float16:  # sums of many rows can exceed 65504 before they are scaled
+        return out.copy_(product(g.t(), x) * (swept.scale[0] * upstream))
     return product_into(out, g.t(), _scaled(x, swept.scale * upstream))
 
 
@@ -173,14 +184,14 @@ def _road(impl: str, x: Tensor) -> ModuleType:
 
 
 def _plan(
-    size: int, weight: Tensor, options: LossOptions, trained: bool
+    size: int, weight: Tensor, options: LossOptions
 ) -> tuple[int, list[tuple[int, int]]]:
-    """(scratch bytes of a row, chunks of rows); trained: the head gets a gradient."""
+    """(scratch bytes of a row, chunks of rows)."""
     road, device = _road(options.impl, weight), weight.device
     per_row = road.row_bytes(
         len(weight), options.dtype, size, device, options.softcap, options.smooth != 0,
         options.confidence)
-    return per_row, plan_chunks(size, per_row, options.budget(device, trained))
+    return per_row, plan_chunks(size, per_row, options.budget(device, len(weight)))
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:

@@ -53,6 +53,11 @@ def _is_widened(factor: Tensor) -> bool:
     return factor.dtype == torch.float16 or not (fast and torch.backends.mkldnn.is_available())
 
 
+def multiplies_wide(factor: Tensor) -> bool:
+    """Whether a product of such factors on a CPU is one of fp32 (fp64) factors in effect."""
+    return factor.dtype in (torch.float32, torch.float64) or _is_widened(factor)
+
+
 def _widened_parts(size: int, width: int) -> Iterator[slice]:
     """Parts of range(size), each of WIDENED_BYTES in fp32 at `width` values an item."""
     step = max(1, WIDENED_BYTES * torch.get_num_threads() // (4 * max(1, width)))
@@ -88,29 +93,33 @@ def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         switches.fp32_precision = kept
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:  # [V, D], [V, N], [N, D]
-    """out = a @ b, summed in fp32 (fp64 for fp64) and rounded to the dtype of out."""
+def product_into(
+    out: Tensor, a: Tensor, b: Tensor, factor: float = 1.0  # [V, D], [V, N], [N, D]
+) -> Tensor:
+    """out = factor * a @ b, summed in fp32 (fp64 for fp64) and rounded to the dtype of out."""
     if _is_widened(a):
         for part, values in _widened_rows(out, a, b):
-            part.copy_(values)
+            part.copy_(values.mul_(factor))
     elif a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda and out.dtype == torch.float32:
+        torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
+    elif a.is_cuda and out.dtype == torch.float32 and factor == 1:
         wide_product(a, b, out=out)
     else:
-        out.copy_(product(a, b))
+        out.copy_(product(a, b).mul_(factor))
     return out
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:  # [V, D], [V, N], [N, D]
-    """total += a @ b; total is fp32, or fp64 for fp64 factors."""
-    if a.dtype == total.dtype:
-        return torch.addmm(total, a, b, out=total)  # FlopCounterMode doesn't know addmm_
+def add_product_(
+    total: Tensor, a: Tensor, b: Tensor, first: bool = False  # [V, D], [V, N], [N, D]
+) -> Tensor:
+    """total += a @ b, or the first summand; total is fp32, or fp64 for fp64 factors."""
+    if a.dtype == total.dtype:  # FlopCounterMode doesn't know addmm_
+        return torch.addmm(total, a, b, beta=0 if first else 1, out=total)
     # A product of all of a would be as large as total; a tile of it is still in cache when added.
     tiles = zip(total.split(VOCABULARY_TILE), a.split(VOCABULARY_TILE), strict=True)
     for part, values in (_widened_rows(total, a, b) if _is_widened(a)
                          else ((part, product(rows, b)) for part, rows in tiles)):
-        part += values
+        part.copy_(values) if first else part.add_(values)
     return total
 
 

@@ -24,12 +24,14 @@ def operator(
     schema: str,  # "(Tensor x, ...) -> (Tensor, ...)", the tensors before all else
     body: Callable, fake: Callable,
     setup_context: Callable | None = None, backward: Callable | None = None,
+    eager: Callable | None = None,
 ) -> Callable:
     """Register an operator and return the function that calls it.
 
     body and fake take its arguments and return a tensor, or a tuple in which None stands for an
     output that isn't wanted: the operator then returns an empty tensor. setup_context and backward
-    are as in torch.library.register_autograd; without them a derivative is refused.
+    are as in torch.library.register_autograd; without them a derivative is refused. eager: a body
+    for plain eager mode, where it may write to its arguments.
     """
     if backward is None:
         setup_context, backward = _ignore, _refuse_derivative(name)
@@ -50,12 +52,13 @@ def operator(
 
     # The second one is torch's form for func.grad, and 13 us slower. What Function.apply does
     # before its base class's is for func.grad too, and takes a third of its time.
-    eager = _function(name, forward=forward, backward=backward)
-    apply = super(torch.autograd.Function, eager).apply
+    function = _function(name, forward=forward, backward=backward)
+    apply = super(torch.autograd.Function, function).apply
     transformed = _function(
         name, forward=lambda *args: op(*args), setup_context=setup_context, backward=backward,
         vmap=refuse_vmap)
 
+    plain = eager or body
     tensors = schema.partition("->")[0].count("Tensor")
 
     def call(*args):
@@ -73,7 +76,7 @@ def operator(
             if kind is not Tensor and kind is not Parameter:
                 return op(*args)
             wanted = wanted or arg.requires_grad
-        return apply(*args) if wanted and torch.is_grad_enabled() else body(*args)
+        return apply(*args) if wanted and torch.is_grad_enabled() else plain(*args)
 
     return call
 

@@ -114,7 +114,7 @@ def _select_rows_torch(
     target = target.long()
     counts = target != ignore_index
     if row_weight is None:
-        row_weight = torch.ones(target.shape, dtype=dtype, device=target.device)
+        row_weight = torch.ones((), dtype=dtype, device=target.device).expand(target.shape)
     else:
         counts &= row_weight != 0
     if num_rows is None:
