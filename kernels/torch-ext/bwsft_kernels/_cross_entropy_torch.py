@@ -19,7 +19,7 @@ from ._matmul import logits_into
 # is a handful of parallel regions, each of which waits for the thread that a busy machine took away
 # (16 blocks: 1.9 s, one block: 0.7 s).
 CACHE_BYTES, SHARED_BYTES = 1 << 19, 64 << 20
-PICKED_ROWS = 64  # whose copies in fp32 are small beside the logits
+PICKED_ROWS = 16  # whose copies in fp32 are small beside the logits
 NEVER = -3.0e38  # a logit whose probability is 0; -inf would make NaN of a row without others
 
 

@@ -13,7 +13,7 @@ from ._matmul import autocast_dtype
 
 # Logits at a time where the caller doesn't say; on a CPU few enough that pages are touched once and
 # used again, but those of so many rows that arithmetic and not reading the head takes the time.
-GPU_BYTES, CPU_LOGITS, CPU_ROWS = 512 << 20, 16 << 20, 256
+GPU_BYTES, CPU_LOGITS, CPU_ROWS = 512 << 20, 8 << 20, 256
 
 
 @dataclass(frozen=True)
