@@ -10,6 +10,9 @@ the gradient stops at the hidden states. "fused" makes its gradients in forward.
 the loss without a gradient, as in evaluation. --grid is N 128, 512 and all of 2,048 tokens, V
 32,000 and 126,464, both heads and both dtypes. --data model takes the logits of a trained model.
 
+With --rounds 1 a variant whose step takes longer than SLOW_STEP seconds runs that one step after
+a forward pass: it is timed, weighed and checked in it, and its FLOPs aren't counted.
+
 Below the tables each speed-up is split in two: what dropping the ignored rows gives anybody
 (`compact`), and what the loss itself gives beyond that.
 """
@@ -30,6 +33,7 @@ from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # --sweep: each setting alone, the other as in the first.
+SLOW_STEP = 5  # seconds
 SWEEP = {"rows": (64, 256, 512, 1024), "vocab": (16_384, 32_768, 65_536)}
 GRID = {
     "batch": 8, "length": 256, "rows": [128, 512, 2048], "vocab": [32_000, 126_464],
@@ -66,7 +70,10 @@ class Truth:
 def errors(loss_function: Loss, problem: Problem, values: list[Tensor]) -> list[float]:
     """Largest error of the loss and of each gradient, relative to the largest true value."""
     loss = loss_function(problem.x, problem.weight, problem.target)
-    found = [loss, *torch.autograd.grad(loss, problem.leaves)]
+    return compare([loss, *torch.autograd.grad(loss, problem.leaves)], values)
+
+
+def compare(found: list[Tensor], values: list[Tensor]) -> list[float]:
     return [
         float((value.detach().double() - true).abs().max() / true.abs().max())
         for value, true in zip(found, values, strict=True)
@@ -75,43 +82,82 @@ def errors(loss_function: Loss, problem: Problem, values: list[Tensor]) -> list[
 
 def check(loss_function: Loss, problem: Problem, truth: Truth) -> str:
     """The gate: "" if loss and gradients are right, else what is wrong."""
-    found = errors(loss_function, problem, truth.values)
+    return complaint(errors(loss_function, problem, truth.values), truth)
+
+
+def complaint(found: list[float], truth: Truth) -> str:
+    """Which of the errors is too large, or ""."""
     for name, error, bound in zip(("loss", "dx", "dw"), found, truth.bounds, strict=False):
         if not error <= bound:
             return f"{name} is off by {error:.1e} of its largest value, which may be {bound:.1e}"
     return ""
 
 
-def find_truth(problem: Problem) -> Truth:
-    """By the reference implementation; ignored rows are left out only to save memory."""
+def find_truth(problem: Problem, brief: bool = False) -> Truth:
+    """By the reference implementation; ignored rows are left out only to save memory. brief: plain
+    torch isn't run, and its errors are taken to be a rounding and what fp32 sums may be off by."""
     kept = (problem.target != -100).nonzero()[:, 0]
     both = (problem.x, problem.weight)
     wide = [t.detach().double().requires_grad_(t.requires_grad) for t in both]
     loss = reference.linear_cross_entropy(wide[0][kept], wide[1], problem.target[kept])
     grads = torch.autograd.grad(loss, [t for t in wide if t.requires_grad])
     values = [loss.detach(), *grads]
-    torch_errors = errors(lambda x, w, t: naive(x[kept], w, t[kept]), problem, values)
     eps = torch.finfo(problem.x.dtype).eps
     # A softmax is exp(z - lse), and lse, about ln V, is rounded at its own size.
     most = 4 * math.log(len(problem.weight)) * eps
-    assert max(torch_errors) <= most, f"plain torch is off by {torch_errors}, more than {most}"
+    if brief:
+        fp32 = torch.finfo(torch.float32).eps
+        torch_errors = [eps + most / eps * fp32] * len(values)
+    else:
+        torch_errors = errors(lambda x, w, t: naive(x[kept], w, t[kept]), problem, values)
+        assert max(torch_errors) <= most, f"plain torch is off by {torch_errors}, more than {most}"
     return Truth(values, [3 * error + 2 * eps for error in torch_errors])
 
 
-def choose(args: Namespace, problem: Problem) -> tuple[dict[str, harness.Result], dict[str, Loss]]:
-    """(results by name, loss functions that run here and passed the gate)."""
+def single(args: Namespace) -> bool:
+    return args.rounds == 1 and args.phase == "both"
+
+
+def measure_once(
+    args: Namespace, result: harness.Result, loss_function: Loss, problem: Problem, truth: Truth
+) -> str:
+    """Time, memory and the gate of one step, after a forward pass that loads and compiles."""
+
+    def step():
+        loss = loss_function(problem.x, problem.weight, problem.target)
+        yield "forward"
+        loss.backward()
+        yield "backward"
+        found.extend([loss.detach(), *(leaf.grad for leaf in problem.leaves)])
+
+    found: list[Tensor] = []
+    loss_function(problem.x, problem.weight, problem.target)
+    with memory.watched(args.device, result):
+        phases = harness.timed(step, args.device)
+    problem.x.grad = problem.weight.grad = None
+    result.rounds, result.phases = 1, phases
+    result.median_s = result.low_s = result.high_s = phases["total"]
+    return complaint(compare(found, truth.values), truth)
+
+
+def choose(
+    args: Namespace, problem: Problem, truth: Truth
+) -> tuple[dict[str, harness.Result], dict[str, Loss]]:
+    """(results by name, loss functions that run here and passed the gate); with one round those
+    that are slow were measured on the way, and are in the results only."""
     found = losses(args.device, brief=(args.quick or args.grid) and not args.variants)
     unknown = set(args.variants or ()) - set(found)
     if unknown:
         raise SystemExit(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(found)}")
-    results, right, truth = {}, {}, find_truth(problem)
+    results, right = {}, {}
     for name in args.variants or found:
         loss = found[name]
         results[name] = result = harness.Result(name, note=loss if isinstance(loss, str) else "")
         if not result.note:
-            wrong = harness.attempt(result, check, loss, problem, truth)
+            gate = functools.partial(measure_once, args, result) if single(args) else check
+            wrong = harness.attempt(result, gate, loss, problem, truth)
             result.note = f"failed the check: {wrong}" if wrong else result.note
-        if not result.note:
+        if not result.note and (result.median_s or 0) < SLOW_STEP:
             right[name] = loss
     for name in ("naive", "fused"):
         if name in results and results[name].note.startswith("failed"):
@@ -137,13 +183,15 @@ def run_point(args: Namespace, shape: Shape, remarks: list[str]) -> output.Point
     args.dtype = DTYPES[dtype]
     problem = make_problem(args, rows, vocabulary, head, data)
     tokens, kept = len(problem.target), int((problem.target != -100).sum())
-    results, right = choose(args, problem)
+    results, right = choose(args, problem, find_truth(problem, brief=single(args)))
     steps = {name: step_of(loss, problem, args.phase) for name, loss in right.items()}
     timed = harness.time_interleaved(steps, results, args.device, args.rounds, gaps=False)
     passes = 1 if args.phase == "forward" else 2 + (head == "trainable")
+    for result in results.values():
+        if not result.note:
+            result.tokens_per_s = tokens / result.median_s
+            result.supervised_tokens_per_s = kept / result.median_s
     for result, step in timed:
-        result.tokens_per_s = tokens / result.median_s
-        result.supervised_tokens_per_s = kept / result.median_s
         count_cost(problem, args.phase, result, step)
         if result.flops:
             result.traffic_bytes = passes * problem.weight.nbytes

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -47,13 +48,20 @@ def measure_here(step: Step, device: torch.device, result: Result) -> None:
     """Peak of a run above the bytes held just before it; a run before loads the libraries."""
     for _ in step():
         pass
+    with watched(device, result):
+        for _ in step():
+            pass
+
+
+@contextmanager
+def watched(device: torch.device, result: Result) -> Iterator[None]:
+    """Fill in the peak of what is done inside."""
     gc.collect()
     if on_gpu := device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else _resident(reset=True)
-    for _ in step():
-        pass
+    yield
     synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else _resident(peak=True)
     result.peak_bytes, result.baseline_bytes = peak - before, before

@@ -136,3 +136,27 @@ def test_nothing_is_timed_when_the_fused_loss_is_wrong(monkeypatch):
     with pytest.raises(SystemExit, match="fused failed the check: loss is off"):
         bench_loss.main([*SMALL, "--variants", "naive", "fused"])
     assert not timed
+
+
+def test_one_round_of_a_slow_variant_is_one_step(monkeypatch):
+    """Its forward pass before it isn't timed; a wrong gradient closes the gate."""
+    monkeypatch.setattr(bench_loss, "SLOW_STEP", 0)
+    calls = []
+
+    def counted(x, weight, target):
+        calls.append(losses.compact(x, weight, target))
+        return calls[-1]
+
+    args = bench_loss.parse([*SMALL[:-1], "1", "--head", "trainable"])
+    args.dtype = torch.float32
+    problem = heads.make_problem(args, 8, 20_000, "trainable", "random")
+    truth = bench_loss.find_truth(problem, brief=True)
+    monkeypatch.setattr(bench_loss, "losses", lambda *a, **k: {"fused": counted})
+    results, right = bench_loss.choose(args, problem, truth)
+    (result,) = results.values()
+    assert not right and len(calls) == 2 and result.rounds == 1 and result.note == ""
+    assert result.peak_bytes > 8 * 20_000 * 4 and set(result.phases) == {
+        "forward", "backward", "total"}
+    truth.values[1] *= 1.01
+    with pytest.raises(SystemExit, match="dx is off"):
+        bench_loss.choose(args, problem, truth)
