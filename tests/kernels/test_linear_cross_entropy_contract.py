@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from bwsft_kernels import _cross_entropy_torch, linear_cross_entropy
 from bwsft_kernels._linear_cross_entropy_args import LossOptions
 from bwsft_kernels._linear_cross_entropy_sweep import finish, sweep
+from bwsft_kernels._matmul import plan_chunks
 from bwsft_kernels._select_rows import select_rows
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -218,3 +219,14 @@ def test_triton_on_cpu_tensors_says_why_not(monkeypatch):
         linear_cross_entropy(x, weight, target, impl="triton")
     with pytest.raises(ValueError, match="float64"):
         linear_cross_entropy(**GOOD, impl="triton")
+
+
+def test_chunks_of_a_trained_head_on_a_cpu():
+    """All rows of few logits; else halves, of 256 rows or 8 Mi logits if those are fewer rows."""
+    options, cpu = LossOptions(), torch.device("cpu")
+    for rows, vocabulary, chunk in ((128, 32_000, 128), (128, 126_464, 64), (512, 32_000, 256),
+                                    (2048, 126_464, 256), (20_000, 1_000, 6_667)):
+        budget = options.budget(cpu, rows, vocabulary)
+        (_, stop), *_ = plan_chunks(rows, vocabulary * 4, budget)
+        assert stop == chunk
+    assert options.budget(torch.device("meta"), 128, 126_464) == 512 << 20

@@ -51,8 +51,8 @@ def linear_cross_entropy(
     arXiv:2512.15745).
     num_rows: host integer; rows after the first num_rows are not supervised, so a GPU needn't be
     synchronized to count them. chunk_bytes: most bytes of logits at a time; where it isn't given,
-    512 MiB on a GPU, on a CPU 8 Mi logits or 256 rows, and 4 MiB where it keeps none (frozen
-    head, plain softmax, fp32 products). `weight` and `options` are torch's and unsupported.
+    512 MiB on a GPU, on a CPU 8 Mi logits, or half of the rows or 256; 4 MiB where it keeps none
+    (frozen head, plain softmax, fp32 products). `weight` and `options` are torch's and unsupported.
     ValueError for what is unsupported or doesn't fit; a target outside [0, V) too (on a GPU a
     device-side assertion, or ValueError with BWSFT_DEBUG=1).
     """

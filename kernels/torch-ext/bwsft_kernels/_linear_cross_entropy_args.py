@@ -12,7 +12,8 @@ from ._dispatch import check_float, check_impl
 from ._matmul import autocast_dtype
 
 # Logits at a time where the caller doesn't say; on a CPU few enough that pages are touched once and
-# used again, but those of so many rows that arithmetic and not reading the head takes the time.
+# used again, but those of half of the rows or of so many that arithmetic and not reading the head
+# takes the time (64 rows x 126k at a time: 6 % more time than 128, a sixth less memory).
 GPU_BYTES, CPU_LOGITS, CPU_ROWS = 512 << 20, 8 << 20, 256
 
 
@@ -34,13 +35,14 @@ class LossOptions:
         """Of loss and accumulators: fp32, or fp64 for fp64 input."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def budget(self, device: torch.device, vocabulary: int) -> int:
-        """Most bytes of logits at a time."""
+    def budget(self, device: torch.device, rows: int, vocabulary: int) -> int:
+        """Most bytes of logits at a time, of so many in all."""
         if self.chunk_bytes is not None:
             return self.chunk_bytes
         if device.type != "cpu":
             return GPU_BYTES
-        return max(CPU_LOGITS, CPU_ROWS * vocabulary) * self.dtype.itemsize
+        rows = min(CPU_ROWS, -(-rows // 2))
+        return max(CPU_LOGITS, rows * vocabulary) * self.dtype.itemsize
 
 
 def check_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
