@@ -13,7 +13,7 @@ from ._matmul import autocast_dtype
 
 # Logits at a time where the caller doesn't say; on a CPU few enough that pages are touched once and
 # used again, but those of half of the rows or of so many that arithmetic and not reading the head
-# takes the time (64 rows x 126k at a time: 6 % more time than 128, a sixth less memory).
+# takes the time (64 rows x 126k at a time: 6 to 17 % more time than 128, a sixth less memory).
 GPU_BYTES, CPU_LOGITS, CPU_ROWS = 512 << 20, 8 << 20, 256
 
 
