@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bwsft.data.outlines import Outlines
 from bwsft.data.records import Message, Record
 from bwsft.data.tokenizer import (
     encode,
+    first_ids,
     merged_end_ids,
     parts_texts,
     special_tokens,
+    template_environment,
     with_renamed_specials,
 )
 from bwsft.utils.config_check import assignments
@@ -77,6 +80,7 @@ class Template:
         # A tokenizer may have one template for conversations with tools and one for those without.
         kinds = (None, [{}]) if self._chat else ()
         self._sources = [on_one_day(tokenizer.get_chat_template(tools=kind)) for kind in kinds]
+        self._outlines = self._chat and self._new_outlines()
         self._special = special_tokens(tokenizer)
         self._names = {number: text for text, (number, _, _) in self._special.items()}
         # A special token of one character has the id that this character has in a text.
@@ -127,13 +131,25 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool) -> str:
         """The text that the chat template prints; `prompt`: with the header of an answer."""
+        if not tools and (known := self._outlines.text(messages, prompt)) is not None:
+            return known
         try:
-            return self.tokenizer.apply_chat_template(
+            printed = self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False,
                 add_generation_prompt=prompt, chat_template=self._sources[bool(tools)], **self.args,
             )  # fmt: skip
         except Exception as error:  # templates raise jinja's errors and whatever they call
             raise ValueError(f"the chat template refuses these messages: {error}") from error
+        if not tools:
+            self._outlines.learn(messages, prompt, printed)
+        return printed
+
+    def _new_outlines(self) -> Outlines:
+        """Of conversations without tools."""
+        source, tokenizer = self._sources[False], self.tokenizer
+        given = {"tools": None, "documents": None} | tokenizer.special_tokens_map | self.args
+        environment = template_environment(tokenizer, source, self.args)
+        return Outlines(source, environment, given)
 
     def _prepare(
         self, messages: Sequence[Message], tools: Sequence[Any], answered: bool
@@ -282,11 +298,3 @@ def parse_args(text: str | None) -> dict[str, Any]:
         except ValueError:
             args[name] = value
     return args
-
-
-def first_ids(tokenizer: Any) -> list[int]:
-    """The ids that a tokenizer sets before every text, such as BOS."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    fits = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-    return list(whole[: next(fits, 0)])

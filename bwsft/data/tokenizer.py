@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import json
 import re
@@ -139,6 +140,14 @@ def encode(backend: Any, texts: Sequence[str]) -> list[list[int]]:
     return found
 
 
+def first_ids(tokenizer: Any) -> list[int]:
+    """The ids that a tokenizer sets before every text, such as BOS."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    fits = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return list(whole[: next(fits, 0)])
+
+
 def parts_texts(tokenizer: Any, name: str) -> bool:
     """Whether any text that has this special token is tokenized as its part before it and its part
     from it on: the token is found in the text as it stands, whatever is around it."""
@@ -189,6 +198,20 @@ def fast_tokenizer(backend: Any, **options: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+
+
+def template_environment(tokenizer: Any, source: str, given: Iterable[str]) -> Any:
+    """jinja's environment of chat template `source`, None if apply_chat_template does more, with
+    arguments of the names `given`, than render it there."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils import chat_template_utils
+
+    usual = PreTrainedTokenizerBase.apply_chat_template
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    own = inspect.signature(usual).parameters.keys() & set(given)
+    if compiled is None or own or type(tokenizer).apply_chat_template is not usual:
+        return None
+    return compiled(source).environment
 
 
 def merged_end_ids(*groups: Iterable[int]) -> tuple[int, ...]:
