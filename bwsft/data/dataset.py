@@ -15,7 +15,8 @@ from bwsft.data import preparation, sources, token_cache
 from bwsft.data import tokenizer as tokenizer_module
 from bwsft.data.chat_template import Template
 from bwsft.data.examples import TURN_BIT, DataOptions
-from bwsft.data.packing import CanvasLayout, Example
+from bwsft.data.packing import Example
+from bwsft.data.selection import Selection
 from bwsft.utils import lines, strict_json
 from bwsft.utils.files import cache_folder
 
@@ -26,6 +27,7 @@ class TokenizedSet:
     says what was kept, dropped and skipped, in plain JSON values."""
 
     tokens: np.ndarray  # [all tokens] int32, memory-mapped where cached
+    # What follows is mapped too where `tokens` is.
     starts: np.ndarray  # [n] int64, where each example's prompt begins in `tokens`
     prompt_lengths: np.ndarray  # [n] int64
     response_lengths: np.ndarray  # [n] int64, end token included
@@ -111,7 +113,8 @@ def load_set(
             whole = token_cache.load(path)
     if whole is None:
         whole = preparation.in_memory(opened, template, options)
-    kept = _filter(*whole, options, template.end_ids, opened.name)
+    folder = path.parent if path else None
+    kept = _filter(*whole, options, template.end_ids, opened.name, folder)
     _check_ids(kept, opened.name, options)
     return kept
 
@@ -131,94 +134,45 @@ def _code_files() -> list[Path]:
 
 def _filter(
     arrays: dict[str, np.ndarray], facts: dict, options: DataOptions, end_ids: tuple[int, ...],
-    name: str,
+    name: str, folder: Path | None,
 ) -> TokenizedSet:  # fmt: skip
-    totals = arrays["prompt_lengths"] + arrays["response_lengths"]  # [all well-formed records]
+    """The examples that fit; what is kept of each is mapped from `folder` where there is one."""
+    found = Selection(arrays, options)
+    columns = found.columns(folder)
     dropped, first = dict(facts["dropped"]), dict(facts["first"])
-
-    def drop(which: np.ndarray, reason: str) -> None:
-        if len(which):
-            number = int(arrays["sample_ids"][which[0]]) & ((1 << TURN_BIT) - 1)
-            dropped[reason], first[reason] = len(which), f"record {number + 1}"
-
-    fits = totals <= options.max_length
-    keep = np.flatnonzero(fits)
-    drop(np.flatnonzero(~fits), f"longer than max_length {options.max_length}")
-    prompts, responses = (arrays[f"{part}_lengths"][keep] for part in ("prompt", "response"))
-    if options.layout and options.max_positions:
-        fits = canvas_lengths(prompts, responses, options.layout) <= options.max_positions
-        drop(keep[~fits], f"canvas longer than the model's {options.max_positions} positions")
-        keep, prompts, responses = keep[fits], prompts[fits], responses[fits]
-    if not len(keep):
+    for reason, (count, sample_id) in found.dropped.items():
+        if count:
+            number = sample_id & ((1 << TURN_BIT) - 1)
+            dropped[reason], first[reason] = count, f"record {number + 1}"
+    if not len(found.both):
         why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         why += "".join(f"; {s['where']} {s['reason']}" for s in facts["skipped"][:1])
-        why += _remedy(arrays["prompt_lengths"], totals, options)
+        why += found.remedy()
         raise ValueError(f"{name}: none of the {facts['records']} records is left: {why}")
-    lengths = {"prompt": prompts, "response": responses, "both": totals[keep]}
+    lengths = {"prompt": found.prompts, "response": found.responses, "both": found.both}
     report = {
         "records": facts["records"],
         "examples": facts["examples"],
         "unit": "records" if options.turns == "last" else f"turns of {facts['records']:,} records",
-        "kept": len(keep),
+        "kept": len(found.both),
         "dropped": dropped,
         "first": first,
         "read": facts["read"],
         "unread": facts["unread"],
         "skipped": facts["skipped"],
         "gen_length": options.gen_length,
-        "longer_than_gen_length": float(np.mean(responses > options.gen_length)),
-        "lengths": {part: _quantiles(values) for part, values in lengths.items()},
+        "longer_than_gen_length": found.responses.above(options.gen_length) / len(found.both),
+        "lengths": {part: values.quantiles() for part, values in lengths.items()},
     }
     limits = f"{facts['digest']} max_length {options.max_length}"
-    starts = np.cumsum(totals)
-    starts -= totals  # in place: there may be millions
     return TokenizedSet(
-        tokens=arrays["tokens"], starts=starts[keep], prompt_lengths=prompts,
-        response_lengths=responses, sample_ids=arrays["sample_ids"][keep], end_ids=end_ids,
+        tokens=arrays["tokens"], **columns._asdict(), end_ids=end_ids,
         fingerprint=hashlib.sha256(limits.encode()).hexdigest(), report=report,
     )  # fmt: skip
 
 
-def canvas_lengths(
-    prompts: np.ndarray, responses: np.ndarray, layout: CanvasLayout
-) -> np.ndarray:  # [n] of [n]
-    """Positions that the canvas of each example takes."""
-    width = int(responses.max(initial=0)) + 1
-    pairs, which = np.unique(prompts * width + responses, return_inverse=True)
-    rows = [layout.lengths(*divmod(pair, width))[1] for pair in pairs.tolist()]
-    return np.array(rows, dtype=np.int64)[which.reshape(-1)]
-
-
-def _remedy(prompts: np.ndarray, totals: np.ndarray, options: DataOptions) -> str:
-    """The flags that would keep examples, where all of them are too long."""
-    if not len(totals):
-        return ""
-    layout, most = options.layout, options.max_positions
-    if most and totals.min() > most:
-        return f"; the model has {most} positions: choose a --model with more, or shorten them"
-    if totals.min() > options.max_length:
-        if most and totals.max() > most:
-            return f"; --max-length {most} keeps those that the model has positions for"
-        half = int(np.quantile(totals, 0.5, method="inverted_cdf"))
-        return f"; --max-length {totals.max()} keeps them all, --max-length {half} half of them"
-    if layout.canvas == "padded":
-        return f"; give --max-length {most}"
-    room = (most - int(prompts.min())) // layout.block_size * layout.block_size
-    if room > 0:
-        return f"; give --gen-length {room} or less"
-    return "; no block fits after the prompts: lower --block-size"
-
-
-def _quantiles(values: np.ndarray) -> dict[str, int]:
-    """Lengths that the given share of examples doesn't exceed."""
-    shares = {"min": 0.0, "50%": 0.5, "90%": 0.9, "99%": 0.99, "max": 1.0}
-    found = np.quantile(values, list(shares.values()), method="inverted_cdf")
-    return dict(zip(shares, map(int, found), strict=True))
-
-
 def _check_ids(kept: TokenizedSet, name: str, options: DataOptions) -> None:
     """Raises ValueError for [MASK] or an id outside the vocabulary in any kept example."""
-    ends = kept.starts + kept.prompt_lengths + kept.response_lengths
     for start, ids in token_cache.pieces(kept.tokens):
         bad = np.zeros(len(ids), dtype=bool)
         if options.mask_id is not None:
@@ -227,7 +181,9 @@ def _check_ids(kept: TokenizedSet, name: str, options: DataOptions) -> None:
             bad |= (ids < 0) | (ids >= options.vocab_size)
         at = start + np.flatnonzero(bad)
         owner = np.searchsorted(kept.starts, at, side="right") - 1
-        mine = (owner >= 0) & (at < ends[owner])  # the others belong to dropped examples
+        lengths = kept.prompt_lengths[owner] + kept.response_lengths[owner]
+        # The others belong to dropped examples.
+        mine = (owner >= 0) & (at < kept.starts[owner] + lengths)
         if mine.any():
             break
     else:

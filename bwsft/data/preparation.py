@@ -32,6 +32,7 @@ from bwsft.data.chat_template import Prepared, Template
 from bwsft.data.examples import DataOptions, ExampleReader, joined
 from bwsft.utils.claims import lock_folder, locked
 from bwsft.utils.files import remove_folder, sweep
+from bwsft.utils.freed_memory import give_back
 from bwsft.utils.lines import say
 
 SHARD = 4096  # records
@@ -209,6 +210,7 @@ def _in_processes(
             "words": tokenizer_module.tokenizer_digest(template.tokenizer),
             "options": {name: getattr(options, name) for name in DECISIVE},
         }  # fmt: skip
+        give_back()
         others = [_start(job | {"first": first}, stack) for first in range(1, job["every"])]
         for process in others:
             threading.Thread(target=_count, args=(process, bar), daemon=True).start()

@@ -18,6 +18,7 @@ from bwsft.data.chat_template import Template
 from bwsft.data.examples import DataOptions
 from bwsft.data.sources import open_source
 from bwsft.data.tokenizer import load_tokenizer, tokenizer_digest
+from bwsft.utils.freed_memory import give_back
 
 TOLD = 256  # records from one number to the next
 
@@ -31,6 +32,7 @@ def main() -> int:
         return 1
     options = DataOptions(**job["options"])
     template = Template(tokenizer, options.template, options.template_args)
+    give_back()
     which = {name: job[name] for name in ("size", "first", "every")}
     shards = preparation.write_shards(
         Path(job["parts"]), source, template, options, progress=Told(), **which

@@ -119,11 +119,12 @@ def load(path: Path) -> tuple[Arrays, dict[str, Any]] | None:
     return arrays, facts
 
 
-def pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(start, values from there) through a long array, of which, if it is mapped, the process
-    keeps no more than one piece in memory."""
-    for start in range(0, len(array), PIECE):
-        yield start, array[start : start + PIECE]
+def pieces(array: np.ndarray, size: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+    """(start, `size` values from there, or PIECE) through a long array, of which, if it is mapped,
+    the process keeps no more than one piece in memory."""
+    size = size or PIECE
+    for start in range(0, len(array), size):
+        yield start, array[start : start + size]
         mapped = getattr(array, "_mmap", None)
         if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED)

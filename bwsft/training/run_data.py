@@ -16,6 +16,7 @@ from bwsft.data.dataset import TokenizedSet, load_set
 from bwsft.data.examples import DataOptions
 from bwsft.data.file_formats import Row, places
 from bwsft.data.packing import Batch, CanvasLayout, pack, split_holdout
+from bwsft.data.selection import lengths_of
 from bwsft.data.sources import Source
 from bwsft.data.traces import Traces
 from bwsft.models.backbone import Family
@@ -135,17 +136,15 @@ def follow_data(
     )
     source = source_of(config)[0] if records is None else records
     whole = load_set(source, tokenizer, options, config.dataset.cache_dir)
-    whole = whole.select(np.arange(min(config.dataset.limit or len(whole), len(whole))))
-    prompts, responses = whole.prompt_lengths, whole.response_lengths
-    needed, room = (
-        int(np.quantile(lengths, share, method="inverted_cdf"))
-        for lengths, share in ((responses, 0.99), (positions - prompts, 0.1))
-    )
+    first = slice(config.dataset.limit)
+    lengths = whole.prompt_lengths[first], whole.response_lengths[first]
+    prompts, responses, both = lengths_of(*lengths)
+    needed, room = responses.quantile(0.99), prompts.quantile(0.1, below=positions)
     fitted = max(min(-(-needed // size), room // size), 1) * size
     found = dataclasses.replace(
         config,
         gen_length=fitted if config.gen_length is None else config.gen_length,
-        max_length=min(longest, int((prompts + responses).max())),
+        max_length=min(longest, both.quantile(1.0)),
     )
     say(f"lengths of the data: --gen-length {found.gen_length} --max-length {found.max_length}")
     return found

@@ -13,9 +13,10 @@ from tiny_tokenizer import byte_tokenizer
 from bwsft.data import chat_template, preparation, token_cache
 from bwsft.data import dataset as data
 from bwsft.data import tokenizer as tokenizer_module
-from bwsft.data.dataset import canvas_lengths, load_set
+from bwsft.data.dataset import load_set
 from bwsft.data.examples import DataOptions
 from bwsft.data.packing import CanvasLayout, pack
+from bwsft.data.selection import canvas_lengths
 
 EOS = 256
 PLAIN = DataOptions(template="none", max_length=20, gen_length=8)
