@@ -73,27 +73,28 @@ def parse_train(argv: list[str]) -> c.Config:
 
 
 def follow_model(config: c.Config, given: set[str]) -> c.Config:
-    """The config with the objective of a model whose undecided tokens are random ones, and its
-    block size, where neither the flags `given` nor a file says an objective."""
-    if (name := config.model) is None:
+    """The config with the objective of a model whose undecided tokens are random ones, its context
+    mode and its block size, as far as neither the flags `given` nor a file says them."""
+    name, uniform = config.model, config.objective.name == "uniform"
+    if name is None or config.resume or "--objective.name" in given and not uniform:
         return config
     named = "diffusiongemma" in name.lower().replace("_", "").replace("-", "")
-    settled = "--objective.name" in given or config.objective.name == "uniform"
-    if settled or not (named or Path(name).is_dir()):  # of another Hub id nothing is asked here
+    if not Path(name).is_dir() and (uniform or not named):  # of other Hub ids nothing is asked here
         return config
     from bwsft.checkpoints.resolve import canvas_of
 
-    size = canvas_of(name)
-    if size is None:
+    if (size := canvas_of(name)) is None:
         return config
     size = config.block_size if "--block-size" in given else size
     length = config.gen_length and -(-config.gen_length // size) * size
     if length != config.gen_length:
         say(f"--gen-length {length}: whole canvases of {size}")
+    settings = {"context": "block_causal", "clean_attention": "causal"}
+    settings = {k: v for k, v in settings.items() if f"--{k}".replace("_", "-") not in given}
+    objective = dataclasses.replace(config.objective, name="uniform")
     return dataclasses.replace(
-        config, block_size=size, gen_length=length, context="block_causal",
-        clean_attention="causal", objective=dataclasses.replace(config.objective, name="uniform"),
-    )  # fmt: skip
+        config, block_size=size, gen_length=length, objective=objective, **settings
+    )
 
 
 def after_counting(config: c.Config, flags: TrainFlags) -> c.Config:

@@ -12,6 +12,11 @@ def test_beyond_the_window_only_one_pass_is_inference():
     assert ours < 1e-5 and example > 1e-3 and largest > 1
 
 
+def test_what_is_left_is_rounding_that_inference_has_too():
+    exact, inference, ours = d.rounding(CANVAS)
+    assert exact < 1e-12 and 1e-7 < ours < 2 * inference
+
+
 @pytest.mark.slow
 def test_the_formula_counts_what_a_step_takes():
     counted = d.counted(CANVAS)

@@ -131,7 +131,7 @@ def test_the_command_takes_the_models_objective(folder, data_file, capsys):
     ("--objective.name mdlm", "--objective.name mdlm masks tokens, and this model has no [MASK]"),
     ("--mask-token [MASK]", "--mask-token: undecided tokens of this model are random"),
     ("--parallel fsdp", "--parallel fsdp splits layers, which the two halves"),
-    ("--context cached --objective.name uniform", "needs --context block_causal"),
+    ("--context cached", "--clean-attention causal is for --context block_causal"),
     ("--objective.empty skip", "--objective.empty belongs to blockwise and classical SFT"),
     ("--logit-shift 1", "--logit-shift 1: in this model it is 0"),
 ])  # fmt: skip
@@ -320,3 +320,15 @@ def test_a_hollow_model_counts_what_a_whole_one_takes(folder, gemma):
     backbone = load_backbone(folder).train()
     tokens, flops = step_of(config, backbone)
     assert counted.tokens == tokens and counted.flops == pytest.approx(flops, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_preset_trains_a_small_one(folder, data_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BWSFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run = str(tmp_path / "run")
+    words = f"--model {folder} --data {data_file} --lora.rank 2 --batch-size 2 --steps 1"
+    words += f" --out {run}"
+    assert main(["train", "diffusiongemma-26b-lora", *words.split()]) == 0
+    contract = load_trained(run).contract
+    assert (contract.template, contract.block_size, contract.gen_length) == ("chat", CANVAS, 16)
