@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TESTED = {"loss.py", "train.py", "trainer.py", "benchmark.sh"}
+TESTED = {"loss.py", "train.py", "trainer.py", "trl_script.py", "benchmark.sh"}
 
 
 def test_every_example_is_tested_and_named_in_itself():
@@ -51,6 +51,21 @@ def test_trainer(output_of):
     out = output_of("trainer.py")
     before, after = map(float, re.search(r"NELBO: (\S+) before, (\S+) after", out).groups())
     assert after < 0.3 * before
+
+
+def test_trl_script(output_of, monkeypatch, tmp_path):
+    """TRL's parser fills its own arguments and BlockwiseConfig from one command line."""
+    pytest.importorskip("trl", reason="pip install trl: its own arguments and parser run here")
+    sums = [{"prompt": f"{a} + 4", "completion": f"The answer is: {a + 4}"} for a in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in sums))
+    out = tmp_path / "out"
+    words = f"--dataset_name {tmp_path}/sums.jsonl --use_peft --lora_r 4 --max_steps 6 --use_cpu "
+    words += "--block_size 8 --gen_length 40 --learning_rate 1e-2 --report_to none --output_dir"
+    monkeypatch.setattr("sys.argv", ["trl_script.py", *words.split(), str(out)])
+    assert re.search(r": 6 updates, .*'train_loss': \d", output_of("trl_script.py"))
+    adapter = json.loads((out / "adapter_config.json").read_text())
+    contract = json.loads((out / "generation_config.json").read_text())
+    assert (adapter["r"], contract["block_size"]) == (4, 8)
 
 
 @pytest.mark.slow
