@@ -36,6 +36,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from bwsft import config as c
 from bwsft.checkpoints.generation_config import DecodingContract, write_generation_config
 from bwsft.data.packing import Batch, CanvasLayout, Example, pack
+from bwsft.models.backbone import Family
 from bwsft.models.loading import as_backbone
 from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise
@@ -58,13 +59,14 @@ FOREIGN = ("model_init", "compute_loss_func", "compute_metrics", "preprocess_log
 
 
 def load_examples(
-    config: c.Config, tokenizer: PreTrainedTokenizerBase, model: nn.Module, records: Any = None,
-    holdout: float | None = None,
+    config: c.Config, tokenizer: PreTrainedTokenizerBase, model: nn.Module | Family,
+    records: Any = None, holdout: float | None = None,
 ) -> tuple[list[dict], list[dict]]:  # fmt: skip
     """(training examples, held-out examples) of the run `config`, as `bwsft train` has them:
     config.data, template, lengths, holdout. In place of the config's, `records` is a data set, and
     `holdout` a number of examples, or below 1 a share."""
-    data = plan_data(config, tokenizer, as_backbone(model).family, records, holdout)
+    family = model if isinstance(model, Family) else as_backbone(model).family
+    data = plan_data(config, tokenizer, family, records, holdout)
     examples = (data.examples.example(int(i)) for i in (*data.train_index, *data.holdout_index))
     rows = [dict(zip(COLUMNS, example, strict=True)) for example in examples]
     return rows[: len(data.train_index)], rows[len(data.train_index) :]
