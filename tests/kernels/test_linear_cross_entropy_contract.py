@@ -226,7 +226,10 @@ def test_chunks_of_a_trained_head_on_a_cpu():
     options, cpu = LossOptions(), torch.device("cpu")
     for rows, vocabulary, chunk in ((128, 32_000, 128), (128, 126_464, 64), (512, 32_000, 256),
                                     (2048, 126_464, 256), (20_000, 1_000, 6_667)):
-        budget = options.budget(cpu, rows, vocabulary)
+        budget = options.budget(cpu, rows, torch.Size([vocabulary, 256]))
         (_, stop), *_ = plan_chunks(rows, vocabulary * 4, budget)
         assert stop == chunk
-    assert options.budget(torch.device("meta"), 128, 126_464) == 512 << 20
+    head = torch.Size([126_464, 256])
+    assert options.budget(torch.device("meta"), 128, head) == 512 << 20
+    # In 16 bits a sum over chunks would be as large as 512 rows of logits.
+    assert LossOptions(dtype=torch.bfloat16).budget(cpu, 128, head) == 512 * 126_464 * 2

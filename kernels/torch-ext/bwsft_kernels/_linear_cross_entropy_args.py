@@ -35,14 +35,16 @@ class LossOptions:
         """Of loss and accumulators: fp32, or fp64 for fp64 input."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def budget(self, device: torch.device, rows: int, vocabulary: int) -> int:
-        """Most bytes of logits at a time, of so many in all."""
+    def budget(self, device: torch.device, rows: int, head: torch.Size) -> int:
+        """Most bytes of logits at a time, of so many rows in all under a head [V, D]."""
         if self.chunk_bytes is not None:
             return self.chunk_bytes
         if device.type != "cpu":
             return GPU_BYTES
-        rows = min(CPU_ROWS, -(-rows // 2))
-        return max(CPU_LOGITS, rows * vocabulary) * self.dtype.itemsize
+        logits = max(CPU_LOGITS, min(CPU_ROWS, -(-rows // 2)) * head[0])
+        # Several chunks of 16 bits need a sum of the head's gradient in fp32 besides.
+        summed = 0 if self.dtype == self.wide else head.numel() * self.wide.itemsize
+        return max(logits * self.dtype.itemsize, summed)
 
 
 def check_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:

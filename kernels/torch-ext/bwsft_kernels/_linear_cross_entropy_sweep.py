@@ -49,7 +49,7 @@ def losses(
     smooth = options.smooth if smoothing is None else smoothing
     loss = kernels.head_loss(
         x, weight, bias, target, smooth, options.softcap, options.excluded_id,
-        options.budget(x.device, len(x), len(weight)), options.confidence)
+        options.budget(x.device, len(x), weight.shape), options.confidence)
     return loss.masked_fill_(row_weight == 0, 0)
 
 
@@ -145,10 +145,9 @@ def _grad_weight(
     per_row, chunks = _plan(len(x), weight, options)
     if len(chunks) > 1:
         total = swept.head.view(options.wide).view(weight.shape)
-        in_place = last and weight.dtype == options.wide
-        if in_place and total.device.type == "cpu" and upstream == 1:
-            return total  # a pass over it saved; a GPU would have to be asked
-        out = total if in_place else torch.empty_like(
+        if last and total.device.type == "cpu":  # a GPU would have to be asked, and casts on the way
+            return (total if upstream == 1 else total.mul_(upstream)).to(weight.dtype)
+        out = total if last and weight.dtype == options.wide else torch.empty_like(
             weight, memory_format=torch.contiguous_format)
         return torch.mul(total, upstream, out=out)
     if not chunks:
@@ -193,7 +192,7 @@ def _plan(
     per_row = road.row_bytes(
         len(weight), options.dtype, size, device, options.softcap, options.smooth != 0,
         options.confidence)
-    return per_row, plan_chunks(size, per_row, options.budget(device, size, len(weight)))
+    return per_row, plan_chunks(size, per_row, options.budget(device, size, weight.shape))
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
