@@ -145,7 +145,7 @@ def _grad_weight(
     per_row, chunks = _plan(len(x), weight, options)
     if len(chunks) > 1:
         total = swept.head.view(options.wide).view(weight.shape)
-        if last and total.device.type == "cpu":  # a GPU would have to be asked, and casts on the way
+        if last and total.device.type == "cpu":  # a GPU casts on the way
             return (total if upstream == 1 else total.mul_(upstream)).to(weight.dtype)
         out = total if last and weight.dtype == options.wide else torch.empty_like(
             weight, memory_format=torch.contiguous_format)
