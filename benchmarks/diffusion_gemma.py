@@ -317,8 +317,9 @@ def page() -> str:
         f"At the large sizes the example's {rows:,} rows of logits are {logits / 2**30:.1f} GiB in "
         "fp32, of which several copies are held at once; ours holds at most 512 MiB on a GPU.", "",
         "- Inference in fp32 is as far from its own fp64 as ours is: such differences are "
-        "rounding, and no order of sums makes them less. In fp64 the rest is of norms, which "
-        "transformers computes in fp32 in any case.",
+        "rounding, and no order of sums makes them less. Logits are compared in the dtype of the "
+        "weights, before transformers casts them to fp32. In fp64 the last norm, in fp32 there, "
+        "hides what is below its own rounding; with norms in fp64 it is seen.",
         f"- Small: {_sizes(SMALL)}; canvas {canvas}.",
         f"- Large: {_sizes(LARGE)}; canvas 256. These are the defaults of transformers' config "
         "class; the experts, which it leaves open, are assumed. Nothing of that size was run.",
