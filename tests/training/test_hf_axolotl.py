@@ -56,7 +56,7 @@ def said(model_folder, data_file, tmp_path):
             "base_model": str(model_folder()), "datasets": [{"path": str(data_file)}],
             "blockwise": {"block_size": 4, "gen_length": 16, "context": "cached"}, "seed": 3,
             "output_dir": str(tmp_path / "out"), "val_set_size": 0.25, "micro_batch_size": 2,
-            "gradient_accumulation_steps": 2, "num_epochs": 2, "optimizer": "adamw_torch",
+            "gradient_accumulation_steps": 2, "num_epochs": 2, "optimizer": "adamw_torch_fused",
             "lr_scheduler": "cosine", "plugins": [PLUGIN], "sequence_len": 40, **RATES,
         }  # fmt: skip
         return Settings(plain | changes)
