@@ -201,8 +201,8 @@ def fast_tokenizer(backend: Any, **options: Any) -> Any:
 
 
 def template_environment(tokenizer: Any, source: str, given: Iterable[str]) -> Any:
-    """jinja's environment of chat template `source`, None if apply_chat_template does more, with
-    arguments of the names `given`, than render it there."""
+    """jinja's environment of chat template `source`, None if it is broken, or if
+    apply_chat_template does more, with arguments of the names `given`, than render it there."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils import chat_template_utils
 
@@ -211,7 +211,10 @@ def template_environment(tokenizer: Any, source: str, given: Iterable[str]) -> A
     own = inspect.signature(usual).parameters.keys() & set(given)
     if compiled is None or own or type(tokenizer).apply_chat_template is not usual:
         return None
-    return compiled(source).environment
+    try:
+        return compiled(source).environment
+    except Exception:  # rendering says what is wrong
+        return None
 
 
 def merged_end_ids(*groups: Iterable[int]) -> tuple[int, ...]:
