@@ -297,20 +297,20 @@ def test_steps_and_bound_are_those_that_are_asked_for(folder):
 # --- what is told before a run ---
 
 
-def test_a_dry_run_counts_what_a_step_takes(folder, data_file, capsys):
+@pytest.mark.parametrize(("words", "tokens", "supervised"), [
+    ("", 8 + 12 + 16, 16),
+    pytest.param("--ar-weight 0.1", 8 + 16 + 16, 32, marks=pytest.mark.slow),
+    pytest.param("--objective.uniform.one-block", None, CANVAS, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_dry_run_counts_what_a_step_takes(folder, data_file, capsys, words, tokens, supervised):
     """Of two layers more than the model has, too, which follow from the kinds of its own."""
     asked = f"train debug --model {folder} --data {data_file} --gen-length 16 --max-length 24"
     more = "--batch-size 2 --micro-batch-size 1 --steps 3 --objective.uniform.self-conditioning 0"
-    for words, tokens, supervised in (
-        ("", 8 + 12 + 16, 16),
-        ("--ar-weight 0.1", 8 + 16 + 16, 32),
-        ("--objective.uniform.one-block", None, CANVAS),
-    ):
-        with pytest.raises(SystemExit):
-            main([*asked.split(), *more.split(), *words.split(), "--dry-run"])
-        said = capsys.readouterr().out
-        assert tokens is None or f"tokens through the layers: {2 * tokens} an update" in said
-        assert f"supervised tokens: {2 * supervised} an update" in said and "memory: " in said
+    with pytest.raises(SystemExit):
+        main([*asked.split(), *more.split(), *words.split(), "--dry-run"])
+    said = capsys.readouterr().out
+    assert tokens is None or f"tokens through the layers: {2 * tokens} an update" in said
+    assert f"supervised tokens: {2 * supervised} an update" in said and "memory: " in said
 
 
 def test_a_hollow_model_counts_what_a_whole_one_takes(folder, gemma):
