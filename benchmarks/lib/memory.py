@@ -2,9 +2,7 @@
 
 import argparse
 import ctypes
-import gc
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,9 +13,13 @@ import torch
 from lib.harness import Result, Step, attempt, synchronize
 from torch.profiler import ProfilerActivity, profile
 
-# glibc maps every block of this many bytes and gives it back when it is freed. Left alone it keeps
-# freed ones for later: the peak of a training step is then 1.6 to 2.0 GB where tensors need 0.94.
-MAPPED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_MMAP_MAX_": str(1 << 20)}
+from bwsft.utils.freed_memory import give_back
+
+# glibc's M_MMAP_THRESHOLD, M_MMAP_MAX and M_TRIM_THRESHOLD. MAPPED: a block of 64 KiB or more is
+# mapped, and given back when it is freed. Left alone glibc keeps freed ones for later: the peak of
+# a training step is then 1.6 to 2.0 GB where tensors need 0.94. USUAL: as after large blocks.
+MAPPED = {-3: 1 << 16, -4: 1 << 20}
+USUAL = {-3: 32 << 20, -4: 1 << 16, -1: 64 << 20}
 
 
 def measure(step: Step, result: Result, args: argparse.Namespace, *shape: object) -> None:
@@ -29,7 +31,7 @@ def measure(step: Step, result: Result, args: argparse.Namespace, *shape: object
         attempt(result, measure_here, step, args.device, result)
         return
     command = [sys.executable, *args.command, *map(str, shape), "--measure-memory", result.name]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | MAPPED)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         result.note = f"memory run failed: {lines[-1] if lines else done.returncode}"
@@ -56,24 +58,31 @@ def measure_here(step: Step, device: torch.device, result: Result) -> None:
 @contextmanager
 def watched(device: torch.device, result: Result) -> Iterator[None]:
     """Fill in the peak of what is done inside."""
-    gc.collect()
-    if on_gpu := device.type == "cuda":
+    give_back()
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if on_gpu else _resident(reset=True)
-    yield
-    synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else _resident(peak=True)
+        before = torch.cuda.memory_allocated(device)
+        yield
+        synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        _tell_glibc(MAPPED)
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark
+        before = _resident("VmRSS:")
+        yield
+        peak = _resident("VmHWM:")
+        _tell_glibc(USUAL)
     result.peak_bytes, result.baseline_bytes = peak - before, before
 
 
-def _resident(peak: bool = False, reset: bool = False) -> int:
-    """Resident bytes of this process, or their high-water mark since the last reset (Linux)."""
-    if reset:
-        # Freed blocks that glibc keeps would hide what the next run needs.
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    wanted = "VmHWM:" if peak else "VmRSS:"
+def _tell_glibc(values: dict[int, int]) -> None:
+    for parameter, value in values.items():
+        ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def _resident(wanted: str) -> int:
+    """Resident bytes of this process now, or their high-water mark (Linux)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(wanted):
             return int(line.split()[1]) * 1024

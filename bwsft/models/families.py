@@ -38,7 +38,8 @@ from bwsft.data.tokenizer import load_tokenizer, own_mask_id
 from bwsft.models import dream_sdar as dream_sdar  # registers Dream, SDAR, ... with transformers
 from bwsft.models import experts as experts  # and the mixtures of experts
 from bwsft.models.backbone import Backbone, Family, active_module
-from bwsft.models.diffusion_gemma import DiffusionGemmaBackbone, config_of
+from bwsft.models.diffusion_gemma import DiffusionGemmaBackbone
+from bwsft.models.diffusion_gemma_config import config_of
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.llada import LladaBackbone
 from bwsft.models.llada_config import FIELD_TYPES, LladaConfig

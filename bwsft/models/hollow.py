@@ -18,7 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from bwsft.config import LoraConfig
 from bwsft.models.backbone import Backbone
-from bwsft.models.diffusion_gemma import with_text_layers
+from bwsft.models.diffusion_gemma_config import with_text_layers
 from bwsft.models.experts import SigmoidRouter, SoftmaxRouter
 from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.lora import add_lora

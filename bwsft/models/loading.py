@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from bwsft.data.tokenizer import add_mask_token, merged_end_ids
 from bwsft.models.backbone import Backbone, Family
-from bwsft.models.diffusion_gemma import sampler_of
+from bwsft.models.diffusion_gemma_config import sampler_of
 from bwsft.models.families import (
     Facts,
     _sentence,

@@ -42,13 +42,14 @@ from bwsft.objectives.base import Place
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.classical import Classical
 from bwsft.training.block_causal import block_size_at
-from bwsft.training.context_modes import ContextMode, check_trainable, make_mode
+from bwsft.training.context_modes import ContextMode, make_mode
 from bwsft.training.hf_arguments import check_arguments
 from bwsft.training.hf_config import OWN, BlockwiseConfig, own_config
 from bwsft.training.hf_order import LengthOrder, VisitOrder
 from bwsft.training.hf_samples import Samples
 from bwsft.training.hf_setup import is_raw, open_model, tokenizer_of, with_lengths
 from bwsft.training.run_data import held_out, layout_of, plan_data
+from bwsft.training.trainable import check_trainable
 
 __all__ = ["BlockwiseCollator", "BlockwiseTrainer", "load_examples"]
 

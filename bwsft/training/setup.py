@@ -36,7 +36,7 @@ from bwsft.objectives.uniform import Uniform
 from bwsft.presets import PRESETS, is_for_a_gpu
 from bwsft.training import length
 from bwsft.training.block_causal import block_size_at
-from bwsft.training.context_modes import check_trainable, make_mode
+from bwsft.training.context_modes import make_mode
 from bwsft.training.distributed import PeerFailed, World, join, lost
 from bwsft.training.guards import SpikeGuard, TrainingStopped, out_of_memory
 from bwsft.training.metrics import column, plot_run, read_log
@@ -46,6 +46,7 @@ from bwsft.training.run_data import TrainingData, follow_data, held_out, plan_da
 from bwsft.training.run_files import RunFiles, open_shared
 from bwsft.training.signals import Signals, signals
 from bwsft.training.trackers import Logs, check_installed
+from bwsft.training.trainable import check_trainable
 from bwsft.training.trainer import Run, loop
 from bwsft.utils import config_check
 from bwsft.utils.claims import lock_folder, new_folder
