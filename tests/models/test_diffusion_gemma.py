@@ -291,7 +291,10 @@ def test_steps_and_bound_are_those_that_are_asked_for(folder):
     [found], [two], [other] = (list(d.answers(d.encode(["12+3"]))) for d in (plain, short, sure))
     assert (found.steps, two.steps) == (10, 4)  # two canvases of 5 steps, and of 2
     assert other.tokens != found.tokens
-    assert sure.config.entropy_bound == 100 and sure.backbone.base_model.config.canvas_length == 4
+    assert sure.config.entropy_bound == 100
+    model = sure.backbone
+    assert len(model.write_canvases([5, 6], 0, canvas=8, max_new_tokens=8)) == 8
+    assert model.base_model.config.canvas_length == CANVAS  # as it was
 
 
 # --- what is told before a run ---
