@@ -1,9 +1,9 @@
 """Tokenizes a data set into the token cache, shard by shard and in several processes.
 
 Every process reads the whole source, so that each sees whether it still is what its digest says,
-and makes the shards that fall to it. Shards that are there stay: an interrupted preparation goes on
-where it was. What the other processes leave undone this one makes, and it joins the shards; the
-file is the same for any number of processes.
+and takes a shard that nobody has taken whenever it is done with one. Shards that are there stay: an
+interrupted preparation goes on where it was. What the other processes leave undone this one makes,
+and it joins the shards; the file is the same for any number of processes.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from bwsft.utils.lines import say
 SHARD = 4096  # records
 PER_WORKER = 8 << 20  # bytes of a source that pay for the start of another process
 MOST_WORKERS = 16
+TAKEN = ".taken"  # the suffix of an empty file: a process makes the shard beside it
 # What decides how a record becomes token ids, beside the tokenizer.
 DECISIVE = ("template", "template_args", "columns", "turns", "on_bad", "exclude_type")
 
@@ -95,8 +96,8 @@ def _make(
 ) -> None:  # fmt: skip
     with progress_bar(source) as bar:
         if place is not None and (count := workers(source.size)) > 1:
-            job = {"source": place, "digest": source.digest, "parts": str(parts), "every": count}
-            _in_processes(job, source, template, options, bar)
+            job = {"source": place, "digest": source.digest, "parts": str(parts)}
+            _in_processes(count, job, source, template, options, bar)
         bar.reset(source.total)
         shards = list(write_shards(parts, source, template, options, SHARD, bar.update))
     found = joined(facts for _, facts in shards)
@@ -106,15 +107,15 @@ def _make(
 
 def write_shards(
     parts: Path, source: sources.Source, template: Template, options: DataOptions,
-    size: int, progress: Progress, first: int = 0, every: int = 1,
+    size: int, progress: Progress, shared: bool = False,
 ) -> Iterator[tuple[Path, dict[str, Any]]]:  # fmt: skip
-    """(folder, facts) of the shards first, first + every, ..., of `size` records, each made unless
-    it is there."""
+    """(folder, facts) of the shards of `size` records, each made unless it is there; `shared`: of
+    those that no other process has taken before."""
     grouped = itertools.groupby(enumerate(source.rows()), lambda row: row[0] // size)
     for number, rows in grouped:
-        if number % every != first:
-            continue
         folder = parts / f"{number:06}"
+        if shared and not _take(folder):
+            continue
         facts = token_cache.shard_facts(folder) if folder.is_dir() else None
         if facts is None:
             if folder.is_dir():  # damaged
@@ -125,6 +126,16 @@ def write_shards(
         else:
             progress(facts["records"])
         yield folder, facts
+
+
+def _take(folder: Path) -> bool:
+    """Whether a shard is this process's to make: nobody had taken it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.with_suffix(TAKEN).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def tokenized(
@@ -199,10 +210,14 @@ def workers(size: int) -> int:
 
 
 def _in_processes(
-    job: dict[str, Any], source: sources.Source, template: Template, options: DataOptions, bar: tqdm
-) -> None:
-    """Make shards in as many processes as the job has parts, of which this is one. One that fails
-    ends them all: what is wrong is found, and said, when this one makes what is left."""
+    count: int, job: dict[str, Any], source: sources.Source, template: Template,
+    options: DataOptions, bar: tqdm,
+) -> None:  # fmt: skip
+    """Make shards in `count` processes, of which this is one. One that fails ends them all: what is
+    wrong is found, and said, when this one makes what is left."""
+    parts = Path(job["parts"])
+    for old in parts.glob(f"*{TAKEN}"):
+        old.unlink()
     with tempfile.TemporaryDirectory() as words, contextlib.ExitStack() as stack:
         template.tokenizer.save_pretrained(words)
         job |= {
@@ -211,12 +226,11 @@ def _in_processes(
             "options": {name: getattr(options, name) for name in DECISIVE},
         }  # fmt: skip
         give_back()
-        others = [_start(job | {"first": first}, stack) for first in range(1, job["every"])]
+        others = [_start(job, stack) for _ in range(1, count)]
         for process in others:
             threading.Thread(target=_count, args=(process, bar), daemon=True).start()
-        every, parts = job["every"], Path(job["parts"])
         with contextlib.suppress(ValueError):
-            for _ in write_shards(parts, source, template, options, SHARD, bar.update, 0, every):
+            for _ in write_shards(parts, source, template, options, SHARD, bar.update, shared=True):
                 if any(process.poll() for process in others):
                     return
             for process in others:

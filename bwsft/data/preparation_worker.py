@@ -33,9 +33,8 @@ def main() -> int:
     options = DataOptions(**job["options"])
     template = Template(tokenizer, options.template, options.template_args)
     give_back()
-    which = {name: job[name] for name in ("size", "first", "every")}
     shards = preparation.write_shards(
-        Path(job["parts"]), source, template, options, progress=Told(), **which
+        Path(job["parts"]), source, template, options, job["size"], Told(), shared=True
     )
     for _ in shards:
         pass

@@ -3,6 +3,7 @@
 import io
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import jsonl
@@ -55,11 +56,23 @@ def shards_of_8(monkeypatch):
 def test_processes_make_the_same_file(source, tokenizer, tmp_path, shards_of_8, monkeypatch):
     alone, content = prepared(source, tokenizer, tmp_path / "alone")
     monkeypatch.setattr(preparation, "workers", lambda size: 3)
-    here, tokenized = [], preparation.tokenized
-    monkeypatch.setattr(preparation, "tokenized", lambda *a: here.append(1) or tokenized(*a))
+    here, tokenized, took, take = [], preparation.tokenized, [], preparation._take
+
+    def wait_for_others(*given):
+        until = time.monotonic() + 60
+        while len(here) == 1 and time.monotonic() < until:
+            if len(list(tmp_path.glob("together/*.parts/000???"))) > 1:
+                break
+            time.sleep(0.01)
+        here.append(1)
+        return tokenized(*given)
+
+    monkeypatch.setattr(preparation, "tokenized", wait_for_others)
+    monkeypatch.setattr(preparation, "_take", lambda shard: took.append(take(shard)) or took[-1])
     together, same = prepared(source, tokenizer, tmp_path / "together")
     assert same == content and together.report == alone.report
-    assert len(here) == 5  # of 13
+    assert len(took) == 13 and 1 <= sum(took) < 13
+    assert len(here) == sum(took)  # the others made what they took
     monkeypatch.undo()
     whole, _ = prepared(source, tokenizer, tmp_path / "one shard")
     memory = load_set(jsonl.read(source), tokenizer, OPTIONS)
@@ -146,7 +159,7 @@ def test_a_worker_makes_nothing_of_another_source_or_tokenizer(
     job = {
         "source": str(source), "digest": open_source(source).digest, "subset": None, "split": None,
         "tokenizer": str(tmp_path / "words"), "words": tokenizer_digest(tokenizer), "size": 8,
-        "parts": str(tmp_path / "parts"), "first": 0, "every": 1,
+        "parts": str(tmp_path / "parts"),
         "options": {name: getattr(OPTIONS, name) for name in preparation.DECISIVE},
     }  # fmt: skip
     monkeypatch.setattr(preparation_worker, "end_with", lambda stdin: None)
