@@ -81,6 +81,11 @@ def compare(
 ) -> None:
     """Decode in every mode; print the table and write the JSON."""
     decoder = Decoder.load(options.model, replace(options, context=modes[0]))
+    if decoder.trained.backbone.family.noise != "mask":
+        raise ValueError(
+            "this model's undecided tokens are random ones, and it decodes in one way: there is "
+            "nothing to compare; bwsft evaluate measures it"
+        )
     prompts, thresholds = decoder.encode(questions), options.threshold_list()
     chosen = list(itertools.product(modes, thresholds or [None]))
     decoders = [with_settings(decoder, *one) for one in chosen]

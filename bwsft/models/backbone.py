@@ -259,7 +259,7 @@ def check_context(family: Family, context: str) -> None:
     """``ValueError`` for a context mode that the family's attention cannot have."""
     if family.attention == "block_causal" and context != "block_causal":
         raise ValueError(
-            f"this model attends from block to block and has no context {context}: use --context "
+            f"this model attends from block to block and has no context {context}: its only one is "
             "block_causal"
         )
 

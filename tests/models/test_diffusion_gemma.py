@@ -283,6 +283,17 @@ def test_a_model_of_masks_has_no_such_rule():
         Decoder.load(None, DecoderOptions(rule="renoise", context="block_causal")).encode(["1"])
 
 
+def test_there_is_nothing_to_compare(folder, tmp_path, capsys):
+    (tmp_path / "asked.jsonl").write_text('{"query": "1+1", "response": "2"}\n')
+    asked = ["compare", "--model", str(folder), "--data", str(tmp_path / "asked.jsonl")]
+    asked += ["--template", "none", "--gen-length", "8"]
+    for modes, said in (("exact,cached", "no context exact: its only one is block_causal"),
+                        ("block_causal", "decodes in one way: there is nothing to compare")):
+        rule = ["--modes", modes, "--rule", "threshold", "--thresholds", "1,0.5"]
+        assert main([*asked, *rule]) != 0
+        assert said in capsys.readouterr().err
+
+
 def test_steps_and_bound_are_those_that_are_asked_for(folder):
     options = dict(gen_length=8, template="none", rule="renoise")
     plain = Decoder.load(str(folder), DecoderOptions(**options))

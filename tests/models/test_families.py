@@ -422,7 +422,7 @@ PROMPTS = [[65, 70, 42], [50, 51, 52, 53, 54, 55, 56, 57, 58], [66, 67, 68, 69, 
 
 
 def test_a_context_that_the_family_lacks_is_refused_without_a_hint(folders, capsys):
-    with pytest.raises(ValueError, match="has no context exact: use --context block_causal"):
+    with pytest.raises(ValueError, match="has no context exact: its only one is block_causal"):
         Decoder.load(str(folders["sdar"]), DecoderOptions(context="exact"))
     assert "prefix is faster" not in capsys.readouterr().err
 
