@@ -195,9 +195,9 @@ class AdaptiveParallel(Rule):
         ]
 
     def following(
-        self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool
+        self, plan: Plan, planned: PlannedStep, number: int, filled: Sequence[int], edited: bool
     ) -> PlannedStep | None:
-        return super().following(plan, planned, planned.number + filled, filled, edited)
+        return super().following(plan, planned, planned.number + filled[0], filled, edited)
 
     def decide(
         self, context: VerifiedContext, canvas: Canvas, active: Active, hidden: Tensor

@@ -60,7 +60,8 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Active:
-    """The active blocks of a step. A short block repeats its last position."""
+    """The active blocks of a step, one of each sequence, or from the first one of several to the
+    last. A short one repeats its last position."""
 
     planned: Planned
     block: Span
@@ -72,6 +73,7 @@ class Active:
     places: Tensor  # [N] and in the packed canvas
     key: tuple[Tensor, Tensor, Tensor]  # request, step and position [N], which noise depends on
     early: Tensor | None  # [N] bool: no end token may be there yet
+    blocks: Tensor | None = None  # [S, g, B] bool: the slots of each of up to g active blocks
 
     def rectangle(self, values: Tensor, none: float = -torch.inf) -> Tensor:
         """Values [N] in their slots [S, B]."""
@@ -165,7 +167,9 @@ class Canvas:
         key, early = (self.requests[owner], noise_step, position), None
         if rule.config.min_length:
             early = position - self.prompts[owner] < rule.config.min_length
-        return Active(planned, block, quota, flat, masked, asked, slots, places, key, early)
+        several = rule.config.active_blocks
+        blocks = None if several == 1 else block_slots(planned, block, several)
+        return Active(planned, block, quota, flat, masked, asked, slots, places, key, early, blocks)
 
     def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
         """Each of the N slots gets its token, becomes [MASK] or stays what it was."""
@@ -197,6 +201,16 @@ class Canvas:
         responses = self.ids[first[:, None] + torch.arange(gen_length, device=first.device)]
         ends = upload(self.family.end_ids, self.ids.device)
         return final_rows(responses, self.family.mask_id, ends)
+
+
+def block_slots(planned: Planned, span: Span, most: int) -> Tensor:
+    """Of each slot of a span that begins with the first active block which of up to `most` active
+    blocks it is in: bool [S, most, W]."""
+    bounds = [[(block.start, block.stop) for block in step.window] for step in planned]
+    padded = [own + [(0, 0)] * (most - len(own)) for own in bounds]
+    start, stop = upload(padded, span.start.device).unsqueeze(-1).unbind(2)  # [S, most, 1]
+    position = span.positions()[:, None]
+    return (start <= position) & (position < stop)
 
 
 def final_rows(canvas: Tensor, mask_id: int, end_ids: Tensor) -> Tensor:

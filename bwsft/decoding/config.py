@@ -40,6 +40,7 @@ class DecodeConfig(DecodeSettings):
     _: KW_ONLY
     context: ContextMode = "exact"
     rule: RuleName = "quota"
+    active_blocks: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -58,7 +59,7 @@ class DecodeConfig(DecodeSettings):
         for name in ("clip", "banned_ids"):  # as YAML and JSON have them
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("gen_length", "block_size", "batch_size", "poll"):
+        for name in ("gen_length", "block_size", "batch_size", "poll", "active_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.gen_length % self.block_size:
@@ -84,6 +85,7 @@ class DecodeConfig(DecodeSettings):
             raise ValueError(f"min_length must be in [0, gen_length], not {self.min_length}")
         self._check_rule()
         self._check_context()
+        self._check_active_blocks()
 
     def _check_rule(self) -> None:
         if self.rule not in RULES:
@@ -124,6 +126,28 @@ class DecodeConfig(DecodeSettings):
             raise ValueError(
                 f"suffix is for context exact and prefix: {self.context} decodes as it was trained"
             )
+
+    def _check_active_blocks(self) -> None:
+        several = f"active_blocks {self.active_blocks}"
+        if self.active_blocks == 1:
+            if self.open_share is not None:
+                raise ValueError("open_share is for active_blocks above 1: give both or neither")
+            return
+        if not self.method.windowed:
+            able = ", ".join(name for name, rule in RULES.items() if rule.windowed)
+            raise ValueError(f"{several} is for the rules {able}, and the rule is {self.rule}")
+        if self.context not in ("exact", "block_causal"):
+            raise ValueError(
+                f"{several} needs context exact or block_causal: the cache of {self.context} is "
+                "made for one block"
+            )
+        if not 0 <= self.opening_share <= 1:
+            raise ValueError(f"open_share must be in [0, 1], not {self.open_share}")
+
+    @property
+    def opening_share(self) -> float:
+        """Of a block's open places the share that is filled when the next block opens."""
+        return 0.5 if self.open_share is None else self.open_share
 
     @functools.cached_property
     def method(self) -> Rule:

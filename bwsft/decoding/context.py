@@ -6,8 +6,9 @@ cached        on entering a block one pass over the whole canvas, which is its f
 prefix        as cached, but the suffix is recomputed with the block
 block_causal  a block sees the prompt, the blocks before it and itself; the pass that enters it, its
               first denoising step, stores the keys and values of the finished tokens before it
-              (finished.py), and then it runs alone. In a block-causal family the prompt's tail,
-              which shares the first block of the response, runs with that block
+              (finished.py), and then it runs alone, or with the active blocks after it. In a
+              block-causal family the prompt's tail, which shares the first block of the response,
+              runs with that block
 
 S sequences, T packed tokens, W width of the active blocks, D hidden size.
 """
@@ -85,7 +86,7 @@ class DecodeContext:
     def lengths(self, canvas: Canvas, planned: Planned) -> list[int]:
         """Positions of every row that are present."""
         window, pairs = self.config.suffix_window, zip(planned, canvas.rows, strict=True)
-        return [min(step.stop + window, row.length) for step, row in pairs]
+        return [min(step.end + window, row.length) for step, row in pairs]
 
     def exact(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         everyone, scale = list(range(len(planned))), self.config.cfg_scale
@@ -139,8 +140,7 @@ class DecodeContext:
         if any(starts):
             span = span_of(starts, stops, block.start.device)
             wanted = span.places_of(block.shifted(self.model.family.logit_shift))
-            full = [own + own[-1:] * (span.width - len(own)) for own in seen]
-            cache.show(upload(full, block.start.device), max(stops))
+            show_each(cache, seen, span.width)
             hidden = self.run_span(canvas, span, cache, wanted)
         else:  # the prompts, which may be of any length: packed
             view = canvas.view(rows, stops)
@@ -153,18 +153,22 @@ class DecodeContext:
     def block_pass(
         self, canvas: Canvas, rows: list[int], planned: Planned, block: Span
     ) -> Tensor:
-        """block_causal: the active blocks of some rows see what is stored and themselves, of a
-        block that holds the prompt's tail also that."""
+        """block_causal: the active blocks of some rows see what is stored, those before them and
+        themselves, of a block that holds the prompt's tail also that."""
         self.count(rows)
         shift = self.model.family.logit_shift
         starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
         cache, block = self.part(rows, block)
         span, wanted = block, None
-        if starts != [planned[i].start for i in rows]:
+        windows = [planned[i].window for i in rows]  # the other rows' may be wider
+        if any(windows) or starts != [planned[i].start for i in rows]:
             span = span_of(starts, stops, block.start.device)
         if span is not block or shift:
             wanted = span.places_of(block.shifted(shift))
-        show(cache, stops)
+        if any(len(window) > 1 for window in windows):
+            show_each(cache, self.finished.seen(rows, starts, stops), span.width)
+        else:
+            show(cache, stops)
         hidden = self.run_span(canvas, span, cache, wanted)
         if not shift:
             return hidden
@@ -231,6 +235,12 @@ def show(cache: ContextCache, visible: list[int]) -> None:
         cache.show(most)
     else:
         cache.show(upload(visible, cache.visible.device), most)
+
+
+def show_each(cache: ContextCache, seen: list[list[int]], width: int) -> None:
+    """Show each token of a span so many positions; the last one of a short stretch repeats."""
+    full = [own + own[-1:] * (width - len(own)) for own in seen]
+    cache.show(upload(full, cache.visible.device), max(own[-1] for own in seen))
 
 
 def prefix_plan(view: Packed, seen: list[int]) -> RangePlan:

@@ -14,7 +14,7 @@ from bwsft_kernels import LinearArgmax
 from torch import Tensor
 
 from bwsft.decoding.canvas import Active, Canvas, Change, upload
-from bwsft.decoding.plan import Plan, PlannedStep, quotas
+from bwsft.decoding.plan import Plan, PlannedStep, opened, quotas
 from bwsft.decoding.rules import Rule, rank
 
 
@@ -27,10 +27,19 @@ class Dynamic(Rule):
     def shares(self, places: Sequence[int], request: int) -> list[int]:
         return [0]
 
+    def first(self, plan: Plan) -> PlannedStep | None:
+        most, share = self.config.active_blocks, self.config.opening_share
+        return super().first(plan) if most == 1 else opened(plan, (), 0, most, share)
+
     def following(
-        self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool
+        self, plan: Plan, planned: PlannedStep, number: int, filled: Sequence[int], edited: bool
     ) -> PlannedStep | None:
-        left, after = planned.masked - filled, planned.number + 1
+        after, config = planned.number + 1, self.config
+        if planned.window:
+            pairs = zip(planned.window, filled, strict=False)  # it has a count for each that may be
+            window = [block._replace(masked=block.masked - count) for block, count in pairs]
+            return opened(plan, window, after, config.active_blocks, config.opening_share)
+        left = planned.masked - filled[0]
         if left:
             return dataclasses.replace(planned, masked=left, number=after)
         if planned.spare and (edited or planned.masked):
@@ -41,7 +50,15 @@ class Dynamic(Rule):
         goes_first = active.rectangle(self.priority(best, active))
         confidence = active.rectangle(best.confidence)
         floor = self.floor([step.number for step in active.planned], confidence.device)
-        return Change(self.sure(goes_first, confidence, active.masked, floor))
+        if active.blocks is None:
+            return Change(self.sure(goes_first, confidence, active.masked, floor))
+        # Each block by itself; what is in the later ones waits until the model is sure of it.
+        masked = active.masked[:, None] & active.blocks  # [S, g, B]
+        floors = torch.zeros_like(masked[..., 0], dtype=torch.long)
+        floors[:, :1] = floor
+        scores = (x[:, None].expand_as(masked).flatten(0, 1) for x in (goes_first, confidence))
+        taken = self.sure(*scores, masked.flatten(0, 1), floors.view(-1, 1))
+        return Change(taken.view_as(masked).any(1))
 
     def floor(self, numbers: Sequence[int], device: torch.device) -> Tensor | int:
         """The least number of tokens that a step commits, of each sequence [S, 1] by the number of
@@ -51,7 +68,8 @@ class Dynamic(Rule):
     def sure(
         self, priority: Tensor, confidence: Tensor, masked: Tensor, floor: Tensor | int = 1
     ) -> Tensor:
-        """The masked slots [S, B] that are taken -> bool [S, B]; `floor` of them at least."""
+        """The masked slots [S, B] that are taken -> bool [S, B]; `floor` (a number, or [S, 1]) of
+        them at least."""
         raise NotImplementedError
 
 
@@ -62,6 +80,7 @@ class Threshold(Dynamic):
     these."""
 
     name = "threshold"
+    windowed = True
     threshold: float = 0.9
     steps: int | None = None
 
@@ -88,6 +107,7 @@ class Factor(Dynamic):
     the first on: confidences fall and the bar rises."""
 
     name = "factor"
+    windowed = True
     own_order = "confidence"
     factor: float = 1.0
 
@@ -96,7 +116,7 @@ class Factor(Dynamic):
     ) -> Tensor:
         place = rank(priority, masked)
         n = place + 1
-        return masked & ((confidence >= 1 - self.factor / (n + 1)) | (place == 0))
+        return masked & ((confidence >= 1 - self.factor / (n + 1)) | (place < floor))
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,7 @@ class Entropy(Dynamic):
     `entropy_bound`. A run of slots from the first on: sums of entropies grow."""
 
     name = "entropy"
+    windowed = True
     own_order = "entropy"
     entropy_bound: float = 0.35
 
@@ -115,4 +136,4 @@ class Entropy(Dynamic):
         entropy = (-priority).masked_fill(~masked, torch.inf)
         ordered = torch.empty_like(entropy).scatter_(1, place, entropy)
         enough = ordered.cumsum(1).gather(1, place) < self.entropy_bound
-        return masked & (enough | (place == 0))
+        return masked & (enough | (place < floor))

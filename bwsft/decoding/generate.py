@@ -104,7 +104,7 @@ def fill(
     # The canvas remembers the last commit at a position, which is all there is unless it revises.
     history: History | None = defaultdict(list) if trace and rule.revising else None
     telling = on_commit is not None or history is not None
-    planned = [row.plan[0] if row.plan else None for row in rows]
+    planned = [rule.first(row.plan) for row in rows]
     final = canvas.final(config.gen_length).tolist()
     step, broken = 0, torch.zeros((), dtype=torch.bool, device=weight.device)
     while True:
@@ -201,31 +201,36 @@ def denoise(context: DecodeContext, canvas: Canvas, planned: Planned, step: int)
 class Seen(NamedTuple):
     """What a poll found in each row of the batch."""
 
-    filled: list[int | None]  # [MASK]s that got a token; None: the plan says so
+    # Of each active block how many [MASK]s got a token; empty: the plan says so.
+    filled: list[Sequence[int]]
     replaced: list[bool]  # a token was replaced by another (rule edit)
     final: list[bool]  # no [MASK] stands before an end token
 
     @classmethod
     def nothing(cls, size: int) -> Seen:
-        return cls([None] * size, [False] * size, [False] * size)
+        return cls([()] * size, [False] * size, [False] * size)
 
 
 def poll(canvas: Canvas, outcome: Outcome, nan: Tensor, step: int, config: DecodeConfig) -> Seen:
     """After `step` steps: what the last one did. The one read from the device."""
     size, columns, rule = len(canvas.rows), {}, config.method
-    if rule.dynamic and not rule.revising:
-        columns["filled"] = outcome.taken.sum(1)
-    elif rule.dynamic:
-        columns["filled"] = (outcome.taken & outcome.active.masked).sum(1)
+    if rule.dynamic:
+        columns["filled"] = outcome.filled()
+    if rule.dynamic and rule.revising:
         columns["replaced"] = (outcome.taken & ~outcome.active.masked).any(1).long()
     if config.stop_at_end:
         columns["final"] = canvas.final(config.gen_length).long()
-    broken, *found = torch.cat([nan[None].long(), *columns.values()]).tolist()
+    flat = [nan[None].long(), *(column.flatten() for column in columns.values())]
+    broken, *found = torch.cat(flat).tolist()
     if broken:
         raise FloatingPointError(
             f"the model's logits are NaN at denoising step {step}: decode in float32, or check "
             "the checkpoint"
         )
-    starts = range(0, len(found), size)
-    parts = [found[start : start + size] for start in starts]
-    return Seen.nothing(size)._replace(**dict(zip(columns, parts, strict=True)))
+    parts = {}
+    for name, column in columns.items():
+        parts[name], found = found[: column.numel()], found[column.numel() :]
+    if "filled" in parts:
+        counts, several = parts["filled"], config.active_blocks
+        parts["filled"] = [counts[i : i + several] for i in range(0, len(counts), several)]
+    return Seen.nothing(size)._replace(**parts)

@@ -9,13 +9,24 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
+class OpenBlock(NamedTuple):
+    """One of several active blocks of a sequence."""
+
+    start: int
+    stop: int
+    masked: int  # [MASK]s before the step
+    places: int  # [MASK]s when it opened
+
+
 @dataclass(frozen=True)
 class PlannedStep:
-    """One denoising step of one sequence; positions are counted from its first token."""
+    """One denoising step of one sequence; positions are counted from its first token. Of several
+    active blocks: from the first of them to the last one that has a [MASK]."""
 
     start: int  # of the active block
     stop: int
@@ -25,6 +36,12 @@ class PlannedStep:
     number: int  # of the step in its block, from 0
     open: int = 0  # slots of the block that a revising rule may change, 0 under other rules
     spare: int = 0  # rule edit: steps that may follow once no [MASK] is left
+    window: tuple[OpenBlock, ...] = ()  # the active blocks, where several may be
+
+    @property
+    def end(self) -> int:
+        """Where the active blocks end, those that wait without a [MASK] too."""
+        return self.window[-1].stop if self.window else self.stop
 
     @property
     def asked(self) -> int:
@@ -34,6 +51,33 @@ class PlannedStep:
 
 Plan = list[PlannedStep]  # of a sequence
 Planned = list[PlannedStep]  # of a step: one of each sequence
+
+
+def opened(
+    plan: Plan, window: Sequence[OpenBlock], number: int, most: int, share: float
+) -> PlannedStep | None:
+    """The step of a sequence whose active blocks were `window`: finished ones leave at its front,
+    and those of the plan that follow open up to `most`, each once `share` of the one before it is
+    filled. `number` is that of the step in the first one, if it is still the first. None: nothing
+    is left."""
+    after = window[-1].stop if window else 0
+    waiting = (step for step in plan if step.start >= after)
+    blocks = list(itertools.dropwhile(lambda block: not block.masked, window))
+    while len(blocks) < most and (not blocks or filled_share(blocks[-1]) >= share):
+        if (new := next(waiting, None)) is None:
+            break
+        blocks.append(OpenBlock(new.start, new.stop, new.masked, new.masked))
+    if not blocks:
+        return None
+    first, stop = blocks[0], max(block.stop for block in blocks if block.masked)
+    number = number if window and window[0].start == first.start else 0
+    masked = sum(block.masked for block in blocks)
+    return PlannedStep(first.start, stop, masked, 0, number, window=tuple(blocks))
+
+
+def filled_share(block: OpenBlock) -> float:
+    """Of its places that were open; a quotient, so that a share of 0.55 is met by 11 of 20."""
+    return (block.places - block.masked) / block.places
 
 
 def quotas(masked: int, steps: int) -> list[int]:

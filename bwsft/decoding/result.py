@@ -60,6 +60,11 @@ class Outcome:
     taken: Tensor  # [S, B] bool: slots of the active blocks that got their token
     active: Active  # the active blocks before it
 
+    def filled(self) -> Tensor:
+        """How many [MASK]s got a token, [S], or [S, g] in each of up to g active blocks."""
+        filled, blocks = self.taken & self.active.masked, self.active.blocks
+        return filled.sum(1) if blocks is None else (filled[:, None] & blocks).sum(2)
+
 
 # Commits of every row, by its index, under a revising rule: the canvas knows the last one at each
 # position only.

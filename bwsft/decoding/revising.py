@@ -116,6 +116,7 @@ class Edit(Threshold):
 
     name = "edit"
     revising = True
+    windowed = False
     edit_threshold: float = 0.9
     post_steps: int = 16
 

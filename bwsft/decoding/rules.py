@@ -41,6 +41,7 @@ class Rule:
 
     name: ClassVar[str]
     dynamic: ClassVar[bool] = False  # how many tokens a step commits depends on the model
+    windowed: ClassVar[bool] = False  # several blocks may be active (option active_blocks)
     revising: ClassVar[bool] = False  # tokens of the active block may change until it is finished
     spare: ClassVar[int] = 0  # steps of a block that may follow its last [MASK]
     own_order: ClassVar[str | None] = None  # what goes first where option `order` has no say
@@ -103,12 +104,16 @@ class Rule:
                     left -= share
         return plan
 
+    def first(self, plan: Plan) -> PlannedStep | None:
+        """A sequence's first step; None if there is nothing to do."""
+        return plan[0] if plan else None
+
     def following(
-        self, plan: Plan, planned: PlannedStep, number: int, filled: int | None, edited: bool
+        self, plan: Plan, planned: PlannedStep, number: int, filled: Sequence[int], edited: bool
     ) -> PlannedStep | None:
         """A sequence's step `number`, after `planned`; None if nothing is left. Where only the
-        device knew (a dynamic rule): how many [MASK]s `planned` filled, and whether it replaced a
-        token."""
+        device knew (a dynamic rule): how many [MASK]s `planned` filled in each active block, and
+        whether it replaced a token."""
         return plan[number] if number < len(plan) else None
 
     @property

@@ -65,6 +65,12 @@ class DecodeSettings:
     """Rule apd: positions M that are drafted in a step; default 100."""
     kv_window: int | None = None
     """Rule apd: a step computes the last draft and W - 1 positions before it anew; default: all."""
+    active_blocks: int | None = None
+    """Blocks that are decoded at a time (exact, block_causal; rules threshold, factor, entropy): of
+    those after the first one only tokens that the model is sure of; default 1."""
+    open_share: float | None = None
+    """Of a block's tokens the share after which the next one opens, with several active blocks;
+    default 0.5."""
     order: Order | None = None
     """Which tokens go first; default: confidence, under rule entropy entropy."""
     cfg_scale: float = 0.0

@@ -431,6 +431,7 @@ RULES = {
     "routed": "--schedule cosine --revise uncond --order-noise 0.5 --steps 6",
     "rcr": "--steps 6",
     "edit": "--threshold 0.4 --edit-threshold 0.5 --post-steps 3",
+    "threshold": "--threshold 0.4 --active-blocks 2 --open-share 0.25",
 }
 
 
