@@ -160,12 +160,11 @@ class DecodeContext:
         starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
         cache, block = self.part(rows, block)
         span, wanted = block, None
-        windows = [planned[i].window for i in rows]  # the other rows' may be wider
-        if any(windows) or starts != [planned[i].start for i in rows]:
+        if starts != [planned[i].start for i in rows]:
             span = span_of(starts, stops, block.start.device)
         if span is not block or shift:
             wanted = span.places_of(block.shifted(shift))
-        if any(len(window) > 1 for window in windows):
+        if any(len(planned[i].window) > 1 for i in rows):
             show_each(cache, self.finished.seen(rows, starts, stops), span.width)
         else:
             show(cache, stops)
