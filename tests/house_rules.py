@@ -35,7 +35,7 @@ HOMES = {
 # The one place where training decodes: what a Trainer of transformers calls back between updates.
 # `bwsft train` and its loop reach no decoder.
 DECODES = "bwsft/training/hf_samples.py"
-REACH = {"bwsft/training/trainer.py": 18, "bwsft/decoding/generate.py": 18}
+REACH = {"bwsft/training/trainer.py": 18, "bwsft/decoding/generate.py": 19}
 GRID_FILES = tuple(
     f"{KERNELS}{name}.py" for name in ("block_grid", "_block_mask_draw_triton", "reference")
 )

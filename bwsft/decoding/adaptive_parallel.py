@@ -195,13 +195,17 @@ class AdaptiveParallel(Rule):
         ]
 
     def following(
-        self, plan: Plan, planned: PlannedStep, number: int, filled: Sequence[int], edited: bool
-    ) -> PlannedStep | None:
-        return super().following(plan, planned, planned.number + filled[0], filled, edited)
+        self, plan: Plan, planned: PlannedStep, number: int,
+        filled: Sequence[int], edited: bool, drafted: int,
+    ) -> PlannedStep | None:  # fmt: skip
+        at = planned.number + filled[0]
+        return super().following(plan, planned, at, filled, edited, drafted)
 
     def decide(
-        self, context: VerifiedContext, canvas: Canvas, active: Active, hidden: Tensor
+        self, context: VerifiedContext, canvas: Canvas, active: Active
     ) -> tuple[LinearArgmax, Change]:
+        hidden = context.hidden(canvas, active.planned, active.block)
+        hidden = hidden.index_select(0, active.slots)
         draft = self.choose(canvas.family, context.draft_head, hidden, active)
         if context.verifier is None:
             return draft, Change(active.masked)

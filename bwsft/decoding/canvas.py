@@ -86,6 +86,8 @@ class Change(NamedTuple):
 
     taken: Tensor  # they get the token that was chosen
     cleared: Tensor | None = None  # they become [MASK]; None: no token is ever taken back
+    steps: Tensor | None = None  # [N] in which step each is taken; None: in this one
+    drafted: Tensor | None = None  # [S] tokens that are drafted for the next pass
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class Canvas:
         )  # fmt: skip
 
     def keep(self, kept: list[int]) -> Canvas:
-        """The canvas with only these rows, at least one: a retired row costs nothing any more."""
+        """The canvas with only these rows, at least one: a retired row costs nothing any more. One
+        that comes twice is copied."""
         lengths = [row.length for row in self.rows]
 
         def pick(values: Tensor) -> Tensor:
@@ -174,6 +177,7 @@ class Canvas:
     def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
         """Each of the N slots gets its token, becomes [MASK] or stays what it was."""
         places, got = active.places, change.taken.flatten()[active.slots]
+        step = step if change.steps is None else change.steps
         gone = None if change.cleared is None else change.cleared.flatten()[active.slots]
         for column, new, none in (
             (self.ids, best.token, self.family.mask_id),

@@ -21,12 +21,13 @@ from bwsft.decoding.settings import (
     RuleName,
     Schedule,
 )
+from bwsft.decoding.speculative import Speculative
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
         Quota, Dream, Threshold, Factor, Entropy, FirstHitting, Routed, Rcr, Edit,
-        AdaptiveParallel, Renoise,
+        Speculative, AdaptiveParallel, Renoise,
     )
 }  # fmt: skip
 

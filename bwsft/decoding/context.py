@@ -116,24 +116,21 @@ class DecodeContext:
     def block_causal(self, canvas: Canvas, planned: Planned, block: Span) -> Tensor:
         """block_causal: rows that enter a block store what is finished before it in the same pass,
         the others run their block alone."""
-        stored, begins = self.finished.stored, self.finished.begins(planned)
-        rows = range(len(planned))
-        enter, rest = ([i for i in rows if (stored[i] < begins[i]) == new] for new in (True, False))
-        parts = []
+        enter = self.finished.entering(planned)
+        parts, rest = [], [i for i in range(len(planned)) if i not in enter]
         if enter:
-            own = [begins[i] for i in enter]
-            parts.append((enter, self.entering_pass(canvas, enter, own, planned, block)))
-            self.finished.store(enter, own)
+            parts.append((enter, self.entering_pass(canvas, enter, planned, block)))
         if rest:
             parts.append((rest, self.block_pass(canvas, rest, planned, block)))
         return joined(parts, len(planned), block.width)
 
     def entering_pass(
-        self, canvas: Canvas, rows: list[int], begins: list[int], planned: Planned, block: Span
+        self, canvas: Canvas, rows: list[int], planned: Planned, block: Span
     ) -> Tensor:
         """block_causal: run the active blocks of some rows, and store the finished tokens before
-        them, those before `begins`, that are not stored yet."""
+        them that are not stored yet."""
         self.count(rows)
+        begins = [self.finished.begins(planned)[i] for i in rows]
         starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
         seen = self.finished.seen(rows, begins, stops)
         cache, block = self.part(rows, block)
@@ -148,6 +145,7 @@ class DecodeContext:
             hidden = self.model.fill(view, cache, wanted, prefix_plan(view, sum(seen, [])))
         if self.model.family.logit_shift:
             self.finished.note(rows, hidden.unflatten(0, (-1, block.width))[:, 0])
+        self.finished.store(rows, begins)
         return hidden
 
     def block_pass(

@@ -32,8 +32,9 @@ class Dynamic(Rule):
         return super().first(plan) if most == 1 else opened(plan, (), 0, most, share)
 
     def following(
-        self, plan: Plan, planned: PlannedStep, number: int, filled: Sequence[int], edited: bool
-    ) -> PlannedStep | None:
+        self, plan: Plan, planned: PlannedStep, number: int,
+        filled: Sequence[int], edited: bool, drafted: int,
+    ) -> PlannedStep | None:  # fmt: skip
         after, config = planned.number + 1, self.config
         if planned.window:
             pairs = zip(planned.window, filled, strict=False)  # it has a count for each that may be

@@ -53,6 +53,11 @@ class Finished:
             for stops, step in zip(self.stops, planned, strict=True)
         ]
 
+    def entering(self, planned: Planned) -> list[int]:
+        """Rows with finished tokens before the active block that are not stored yet."""
+        places = zip(self.stored, self.begins(planned), strict=True)
+        return [i for i, (stored, begin) in enumerate(places) if stored < begin]
+
     def seen(self, rows: list[int], begins: list[int], stops: list[int]) -> list[list[int]]:
         """Of each row how many positions, from the left, each token sees that is not stored yet,
         from the active block, `begins` to `stops`, and before."""

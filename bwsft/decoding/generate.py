@@ -129,7 +129,7 @@ def fill(
             final = [f and ended(*two) for f, *two in zip(final, planned, ahead, strict=True)]
         planned = ahead
         for index, commits in (
-            report(canvas, outcome, step - 1, config.gen_length) if telling else ()
+            report(canvas, outcome, config.gen_length) if telling else ()
         ):
             if history is not None:
                 history[index] += commits
@@ -141,7 +141,7 @@ def following(
     canvas: Canvas, planned: Planned, step: int, config: DecodeConfig, seen: Seen
 ) -> list[PlannedStep | None]:
     """Step number `step` of every row, after the planned ones, given what was seen of these."""
-    news = zip(canvas.rows, planned, seen.filled, seen.replaced, strict=True)
+    news = zip(canvas.rows, planned, seen.filled, seen.replaced, seen.drafted, strict=True)
     return [config.method.following(row.plan, p, step, *found) for row, p, *found in news]
 
 
@@ -189,13 +189,11 @@ def denoise(context: DecodeContext, canvas: Canvas, planned: Planned, step: int)
     #    under a revising rule all that were not given), and their places in the packed canvas.
     active = canvas.look(planned, step, rule)
 
-    # 2. Hidden states under the context mode, [N, D].
-    hidden = context.hidden(canvas, planned, active.block).index_select(0, active.slots)
-
-    # 3. Tokens of the N slots, and which of them the rule commits.
-    best, change = rule.decide(context, canvas, active, hidden)
+    # 2. Tokens of the N slots, from their hidden states under the context mode, and which of them
+    #    the rule commits.
+    best, change = rule.decide(context, canvas, active)
     canvas.write(active, best, change, step)
-    return Outcome(best.nan_flag, change.taken, active)
+    return Outcome(best.nan_flag, change, active)
 
 
 class Seen(NamedTuple):
@@ -204,11 +202,12 @@ class Seen(NamedTuple):
     # Of each active block how many [MASK]s got a token; empty: the plan says so.
     filled: list[Sequence[int]]
     replaced: list[bool]  # a token was replaced by another (rule edit)
+    drafted: list[int]  # tokens that the next pass tries (rule speculative)
     final: list[bool]  # no [MASK] stands before an end token
 
     @classmethod
     def nothing(cls, size: int) -> Seen:
-        return cls([()] * size, [False] * size, [False] * size)
+        return cls([()] * size, [False] * size, [0] * size, [False] * size)
 
 
 def poll(canvas: Canvas, outcome: Outcome, nan: Tensor, step: int, config: DecodeConfig) -> Seen:
@@ -217,7 +216,9 @@ def poll(canvas: Canvas, outcome: Outcome, nan: Tensor, step: int, config: Decod
     if rule.dynamic:
         columns["filled"] = outcome.filled()
     if rule.dynamic and rule.revising:
-        columns["replaced"] = (outcome.taken & ~outcome.active.masked).any(1).long()
+        columns["replaced"] = (outcome.change.taken & ~outcome.active.masked).any(1).long()
+    if outcome.change.drafted is not None:
+        columns["drafted"] = outcome.change.drafted
     if config.stop_at_end:
         columns["final"] = canvas.final(config.gen_length).long()
     flat = [nan[None].long(), *(column.flatten() for column in columns.values())]

@@ -36,6 +36,7 @@ class PlannedStep:
     number: int  # of the step in its block, from 0
     open: int = 0  # slots of the block that a revising rule may change, 0 under other rules
     spare: int = 0  # rule edit: steps that may follow once no [MASK] is left
+    drafts: int = 0  # rule speculative: drafted tokens that the pass tries
     window: tuple[OpenBlock, ...] = ()  # the active blocks, where several may be
 
     @property

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from bwsft.decoding.canvas import Active, Canvas
+from bwsft.decoding.canvas import Active, Canvas, Change
 from bwsft.decoding.context import DecodeContext
 
 
@@ -28,12 +28,12 @@ class Generation:
 
     tokens: list[int]  # committed before the end token
     ended: bool  # an end token was produced; otherwise the canvas was too short
-    steps: int  # denoising steps of this row
+    steps: int  # denoising steps of this row; rule speculative: of the decoder that it equals
     # On request, everything that was committed, in order, also from the end token on; under a
     # revising rule also what was replaced or taken back later.
     trace: list[Commit] = field(default_factory=list)
-    # Forward passes that this row took part in: one a step, one more a step for guidance, and in
-    # block_causal one for a long prompt; those of a verifier do not count.
+    # Forward passes that this row took part in: one a step (rule speculative: fewer), and one more
+    # for guidance; those of a verifier do not count.
     passes: int = 0
 
 
@@ -57,12 +57,12 @@ class Outcome:
     """What a step did."""
 
     nan: Tensor  # 0-dim bool
-    taken: Tensor  # [S, B] bool: slots of the active blocks that got their token
+    change: Change  # what became of the slots of the active blocks
     active: Active  # the active blocks before it
 
     def filled(self) -> Tensor:
         """How many [MASK]s got a token, [S], or [S, g] in each of up to g active blocks."""
-        filled, blocks = self.taken & self.active.masked, self.active.blocks
+        filled, blocks = self.change.taken & self.active.masked, self.active.blocks
         return filled.sum(1) if blocks is None else (filled[:, None] & blocks).sum(2)
 
 
@@ -72,19 +72,20 @@ History = dict[int, list[Commit]]
 
 
 def report(
-    canvas: Canvas, outcome: Outcome, step: int, gen_length: int
+    canvas: Canvas, outcome: Outcome, gen_length: int
 ) -> Iterator[tuple[int, list[Commit]]]:
     """What the step committed to answers of gen_length tokens, as (row.index, commits)."""
-    taken, flat = outcome.taken.tolist(), outcome.active.flat
+    taken, flat = outcome.change.taken.tolist(), outcome.active.flat
     edges = canvas.cu_seqlens.tolist()
-    columns = [x.tolist() for x in (flat, canvas.ids[flat], canvas.confidence[flat])]
+    kept = canvas.committed_at, canvas.ids, canvas.confidence
+    columns = [x.tolist() for x in (flat, *(column[flat] for column in kept))]
     for row, start, marks, *values in zip(canvas.rows, edges[:-1], taken, *columns, strict=True):
         first = start + len(row.prompt)
-        commits = [
+        commits = sorted(
             Commit(step, place - first, token, confidence)
-            for mark, place, token, confidence in zip(marks, *values, strict=True)
+            for mark, place, step, token, confidence in zip(marks, *values, strict=True)
             if mark and place - first < gen_length
-        ]
+        )
         if commits:
             yield row.index, commits
 
@@ -105,17 +106,17 @@ def harvest(
     ):
         if not is_done:
             continue
-        inside = slice(len(row.prompt), len(row.prompt) + config.gen_length)
-        ids, at, confidence = (c[inside].tolist() for c in values)
+        size, whole = config.gen_length, [c[len(row.prompt) :].tolist() for c in values]
+        ids, at, confidence = (column[:size] for column in whole)
         end = next((i for i, token in enumerate(ids) if token in canvas.family.end_ids), None)
         own = steps
-        if config.stop_at_end and not config.method.revising:
-            last = config.gen_length if end is None else end + 1
-            own = 1 + max(at[:last])  # it may have been final before the last poll
+        if not config.method.revising:  # every step commits something
+            last = size if end is None else end + 1  # it may have been final before the last poll
+            own = 1 + max(at[:last] if config.stop_at_end else whole[1])
         commits = []
         if history is not None:
             commits = history.pop(row.index, [])
         elif trace:
-            places = zip(at, range(config.gen_length), ids, confidence, strict=True)
+            places = zip(at, range(size), ids, confidence, strict=True)
             commits = sorted(Commit(*place) for place in places if 0 <= place[0] < own)
         yield row.index, Generation(ids[:end], end is not None, own, commits, passes)

@@ -109,11 +109,12 @@ class Rule:
         return plan[0] if plan else None
 
     def following(
-        self, plan: Plan, planned: PlannedStep, number: int, filled: Sequence[int], edited: bool
-    ) -> PlannedStep | None:
+        self, plan: Plan, planned: PlannedStep, number: int,
+        filled: Sequence[int], edited: bool, drafted: int,
+    ) -> PlannedStep | None:  # fmt: skip
         """A sequence's step `number`, after `planned`; None if nothing is left. Where only the
-        device knew (a dynamic rule): how many [MASK]s `planned` filled in each active block, and
-        whether it replaced a token."""
+        device knew (a dynamic rule): how many [MASK]s `planned` filled in each active block,
+        whether it replaced a token, and how many it drafted."""
         return plan[number] if number < len(plan) else None
 
     @property
@@ -165,9 +166,12 @@ class Rule:
         return best.confidence
 
     def decide(
-        self, context: DecodeContext, canvas: Canvas, active: Active, hidden: Tensor
+        self, context: DecodeContext, canvas: Canvas, active: Active
     ) -> tuple[LinearArgmax, Change]:
-        """Tokens of the N slots, from hidden states [N, D], and what becomes of the slots."""
+        """Tokens of the N slots, from their hidden states [N, D] under the context mode, and what
+        becomes of the slots."""
+        hidden = context.hidden(canvas, active.planned, active.block)
+        hidden = hidden.index_select(0, active.slots)
         best = self.choose(canvas.family, head_of(context.model), hidden, active)
         return best, self.commit(canvas, active, best)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 RuleName = Literal[
     "quota", "dream", "threshold", "factor", "entropy", "first_hitting", "routed", "rcr", "edit",
-    "apd", "renoise",
+    "speculative", "apd", "renoise",
 ]  # fmt: skip
 RecipeName = Literal[
     "llada-instruct-gsm8k", "llada-instruct-math", "llada-1.5-gsm8k", "dream", "sdar-dynamic",
@@ -41,7 +41,8 @@ class DecodeSettings:
     """Which tokens a step commits (docs/decoders.md): an even share, all that the model is sure
     of, ...; default quota."""
     threshold: float | None = None
-    """Rules threshold, edit: least confidence; default 0.9."""
+    """Rules threshold, edit, speculative: least confidence, under speculative of a draft, where it
+    is 0 unless it is given; default 0.9."""
     factor: float | None = None
     """Rule factor: the n most confident while the n-th has 1 - factor / (n + 1); default 1."""
     entropy_bound: float | None = None
@@ -59,6 +60,8 @@ class DecodeSettings:
     """Rule edit: least confidence for replacing a token; default 0.9."""
     post_steps: int | None = None
     """Rule edit: most steps of a block after its last [MASK]; default 16."""
+    drafts: int | None = None
+    """Rule speculative: most tokens that a pass drafts and tries; default 3."""
     mixture: float | None = None
     """Rule apd: weight R of the model's logits, the verifier has the rest; default 0.7."""
     lookahead: int | None = None

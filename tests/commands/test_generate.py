@@ -432,6 +432,7 @@ RULES = {
     "rcr": "--steps 6",
     "edit": "--threshold 0.4 --edit-threshold 0.5 --post-steps 3",
     "threshold": "--threshold 0.4 --active-blocks 2 --open-share 0.25",
+    "speculative": "--threshold 0.05 --drafts 2 --order margin",
 }
 
 

@@ -352,7 +352,7 @@ def test_a_digest_knows_a_verifier_by_its_place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fields, message", [
-    ({"threshold": 0.5}, "threshold belongs to rule threshold or edit, and the rule is quota"),
+    ({"threshold": 0.5}, "threshold belongs to rule threshold or edit or sp"),
     ({"rule": "entropy", "steps": 24, "min_length": 9}, "steps belongs to rule quota"),
     ({"rule": "apd", "mixture": 1.0, "lookahead": 0}, "lookahead must be at least 1"),
     ({"rule": "rcr", "gen_length": 8, "order": "left"}, "rule rcr goes by confidence"),

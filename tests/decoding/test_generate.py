@@ -326,19 +326,23 @@ def test_a_planned_step_sends_nothing_to_the_device(monkeypatch):
     {"rule": "routed", "revise": "cond"},
     {"rule": "edit"},
     {"rule": "apd", "mixture": 1.0, "lookahead": 3},
+    {"rule": "speculative"},
+    {"rule": "speculative", "context": "block_causal"},
     {"rule": "threshold", "steps": 4, "top_p": 0.9, "ends": "last"},
 ], ids=lambda fields: "-".join(map(str, fields.values())))
 def test_no_rule_reads_back_from_the_device(fields, monkeypatch):
     # On a GPU the noise's arguments are asserted on the device.
-    monkeypatch.setattr("bwsft_kernels.philox.require", lambda condition, message: None)
+    for module in ("philox", "_range_plan"):
+        monkeypatch.setattr(f"bwsft_kernels.{module}.require", lambda condition, message: None)
     model = Biased([0.9, 0.0, 5.0])
     config = DecodeConfig(8, 4, temperature=1.0, **fields)
     rows = list(make_rows([[0], [0] * 3], None, [0, 1], model.family, config))
-    canvas = Canvas.begin(rows, model.family, model.weight)
+    canvas = Canvas.begin(rows, model.family, model.weight, config.method.dynamic)
     context = config.method.context_type.begin(model, config, canvas)
+    trying = config.rule == "speculative"
     with Reads() as reads:
-        for step in range(1 if config.method.dynamic else 8):
-            turns = [row.plan[step] for row in rows]
+        for step in range(2 if trying else 1 if config.method.dynamic else 8):
+            turns = [dataclasses.replace(row.plan[step], drafts=step * trying) for row in rows]
             bwsft.decoding.generate.denoise(context, canvas, turns, step)
     assert reads.found == []
     assert (canvas.ids != model.family.mask_id).sum() > 4  # something was committed

@@ -230,10 +230,10 @@ def test_rcr_by_hand():
     # Slot 0 was sure and slot 1 was not; 2 and 3 are [MASK]; 4 is given.
     block = block_of([0, 0, 1, 1, 0], [0, 0, 0, 0, 1], [0.9, 0.2, 0, 0, 0], [0, 0, 0.3, 0.8, 9])
     rule = DecodeConfig(8, 4, rule="rcr").method
-    taken, masked = rule.remask(block, torch.tensor([3]))
+    taken, masked = rule.remask(block, torch.tensor([3]))[:2]
     assert taken.tolist() == [[False, False, True, True, False]]
     assert masked.tolist() == [[False, True, False, False, False]]
-    taken, masked = rule.remask(block, torch.tensor([4]))
+    taken, masked = rule.remask(block, torch.tensor([4]))[:2]
     assert taken.tolist() == [[False, False, True, True, False]] and not masked.any()
 
 
@@ -244,7 +244,7 @@ def test_routing_by_hand():
     )  # fmt: skip
     score, standing = block.new_confidence, torch.tensor([1])
     uncond, cond = (DecodeConfig(8, 4, rule="routed", revise=r).method for r in ("uncond", "cond"))
-    taken, masked = uncond.route(block, score, standing)
+    taken, masked = uncond.route(block, score, standing)[:2]
     assert taken.tolist() == [[False, False, False, True, False, False]]
     assert masked.tolist() == [[True, True, True, False, True, False]]
     # cond: slot 1 wants another token, and is left alone.
@@ -261,7 +261,7 @@ def test_editing_by_hand():
         [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], [0.5] * 6,
         [0.9, 0.9, 0.55, 0.7, 0.2, 0.99], [7, 7, 7, 0, 0, 3], [7, 8, 8, 6, 6, 6],
     )  # fmt: skip
-    taken, masked = config.method.edit(block, block.new_confidence)
+    taken, masked = config.method.edit(block, block.new_confidence)[:2]
     assert taken.tolist() == [[False, True, False, True, False, False]]
     assert masked.tolist() == [[False, False, False, False, True, False]]
 
