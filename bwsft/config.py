@@ -182,6 +182,9 @@ class Config:
     """Masks of the same block drawn per visit, which trains on their mean: cached, per context
     pass; exact, each with a forward and backward of its own; block_causal, noisy copies of every
     block beside one clean row."""
+    active_blocks: int = 1
+    """Blocks in a row that are masked at once, each at a higher rate than the one before it, for a
+    decoder that fills several blocks at a time; of --objective.name blockwise, not cached."""
     shared_context: bool = False
     """In --context exact, of several draws: the first runs the whole canvas, and the others only
     their active block against its keys and values, which are constants to them."""
@@ -217,7 +220,7 @@ class Config:
 
 ONE = "steps block_size gen_length max_length batch_size micro_batch_size draws_per_context"
 ONE = [*ONE.split(), "save_every", "eval.draws", "dataset.limit", "watch.spike_window"]
-ONE += ["objective.soft_masked.buckets", "objective.rdm.levels"]
+ONE += ["active_blocks", "objective.soft_masked.buckets", "objective.rdm.levels"]
 LEAST = dict.fromkeys(ONE, 1) | dict.fromkeys(
     ["keep_last", "eval.every", "dataset.holdout", "lora.rank", "optim.clip", "profile"], 0
 )
@@ -263,6 +266,7 @@ def validate(config: Config) -> None:
     if not 0 <= config.seed < 2**63:
         raise ValueError("--seed must lie in [0, 2^63)")
     _validate_draws(config)
+    _validate_active_blocks(config)
     _validate_context(config)
     _validate_groups(config)
 
@@ -288,6 +292,32 @@ def _validate_draws(config: Config) -> None:
         raise ValueError(
             "--shared-context is for several --draws-per-context of one block in --context "
             "exact, without --objective.suffix-weight: the further draws run no suffix"
+        )
+
+
+def _validate_active_blocks(config: Config) -> None:
+    objective = config.objective
+    if config.active_blocks == 1:
+        return
+    if config.gen_length and config.active_blocks > config.gen_length // config.block_size:
+        raise ValueError(
+            f"--active-blocks {config.active_blocks} are more than --gen-length "
+            f"{config.gen_length} has, at --block-size {config.block_size}"
+        )
+    unfit = {
+        f"--objective.name {objective.name}": objective.name != "blockwise",
+        "--context cached": config.context == "cached",
+        "--shared-context": config.shared_context,
+        "--objective.pairs": objective.pairs,
+        "--objective.weight discrete": objective.weight == "discrete",
+        "--objective.suffix-weight": objective.suffix_weight,
+        "--objective.prefix-noise": objective.prefix_noise,
+        "--objective.suffix-leak": objective.suffix_leak,
+    }
+    if wrong := [flag for flag, found in unfit.items() if found]:
+        raise ValueError(
+            f"--active-blocks {config.active_blocks} cannot go with {wrong[0]}: it masks a group "
+            "of blocks at rates that rise, the prefix clean and the suffix hidden"
         )
 
 

@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 
 @st.composite
 def layouts(draw, longest=40, copies=3):
-    """Arguments of range_plan: ragged, empty prompts and responses, both grids."""
+    """Arguments of range_plan: ragged, empty prompts and responses, both grids, groups."""
     count = draw(st.integers(0, 3))
     lengths = st.lists(st.integers(0, longest), min_size=count, max_size=count)
-    origin = draw(st.sampled_from(["response", "absolute"]))
+    origin, group = draw(st.sampled_from(["response", "absolute"])), draw(st.integers(1, 4))
+    offsets = st.lists(st.integers(0, group - 1), min_size=count, max_size=count)
     return dict(
         prompt_lengths=torch.tensor(draw(lengths), dtype=torch.int64),
         response_lengths=torch.tensor(draw(lengths), dtype=torch.int64),
         block_size=draw(st.integers(1, 9) | st.just(32)), origin=origin,
         copies=draw(st.integers(1, copies)), clean=draw(st.sampled_from(["block", "causal"])),
-        prompt_blocks=origin == "absolute" and draw(st.booleans()),
+        prompt_blocks=origin == "absolute" and draw(st.booleans()), group=group,
+        group_offset=torch.tensor(draw(offsets), dtype=torch.int64),
     )
 
 
@@ -30,16 +32,22 @@ def block_numbers(position, prompt, block_size, origin, prompt_blocks):
     return torch.where(position < prompt, 0, grid.index_of(position, prompt) + 1)
 
 
-def visible(rows, prompt_lengths, block_size, origin, clean, prompt_blocks, **_):
+def visible(
+    rows, prompt_lengths, block_size, origin, clean, prompt_blocks, group, group_offset, **_
+):
     """Boolean [T, T] from the words of range_plan: the query (first) may see the key (second)."""
-    numbers = block_numbers(
-        rows.position, prompt_lengths[rows.sequence], block_size, origin, prompt_blocks)
+    grid = block_size, origin, prompt_blocks
+    numbers = block_numbers(rows.position, prompt_lengths[rows.sequence], *grid)
+    first = block_numbers(prompt_lengths, prompt_lengths, *grid)[rows.sequence]
+    groups = (numbers - first + group_offset[rows.sequence]).div(group, rounding_mode="floor")
+    groups = torch.where(numbers < first, -1, groups)  # of prompts
     order = rows.position if clean == "causal" else numbers
     same = rows.sequence[:, None] == rows.sequence
     clean_key, clean_query = rows.copy == 0, (rows.copy == 0)[:, None]
     among_clean = clean_query & clean_key & (order <= order[:, None])
-    before = ~clean_query & clean_key & (numbers < numbers[:, None])
-    own = ~clean_query & (rows.copy == rows.copy[:, None]) & (numbers == numbers[:, None])
+    before = ~clean_query & clean_key & (groups < groups[:, None])
+    own = ~clean_query & (rows.copy == rows.copy[:, None]) & (groups == groups[:, None])
+    own &= numbers <= numbers[:, None]
     return same & (among_clean | before | own)
 
 

@@ -42,16 +42,19 @@ def batch(lengths=((5, 9), (3, 12), (4, 6)), canvas="fixed", visit=0, mask_id=MA
     return pack(examples, layout)
 
 
-def mode_of(name, backbone=None, *, draws=1, even=False, order="uniform", objective=None, **spec):
+def mode_of(
+    name, backbone=None, *, draws=1, active=1, even=False, order="uniform", objective=None, **spec
+):
     """A context mode around a model, with blocks of 4 tokens and the options of MaskSpec."""
     spec = MaskSpec(**{"block_size": 4, "mask_id": MASK, "seed": 5, **spec})
     objective = objective or Blockwise(
-        spec=spec, order=order, draws_per_visit=draws, one_pass=name == "block_causal"
-    )
+        spec=spec, order=order, draws_per_visit=draws, one_pass=name == "block_causal",
+        active_blocks=active,
+    )  # fmt: skip
     backbone = model() if backbone is None else backbone
     more = {"mask_id": spec.mask_id} if name == "cached" else {}
     place = (spec.grid, torch.device("cpu"), nullcontext, even)
-    return KINDS[name](backbone, objective, *place, **more)
+    return KINDS[name](backbone, objective, *place, active_blocks=active, **more)
 
 
 def held_out(mode, count):

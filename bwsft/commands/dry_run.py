@@ -33,7 +33,7 @@ from bwsft.commands.hollow_run import (
 from bwsft.models.backbone import Backbone
 from bwsft.objectives.base import Place
 from bwsft.utils.devices import pick_device
-from bwsft.utils.flops import flop_counter
+from bwsft.utils.flops import active_groups, flop_counter
 from bwsft.utils.lines import say
 
 WAYS = 3  # settings that fit, of which a dry run tells
@@ -141,9 +141,11 @@ def masked(config: c.Config) -> float:
     if objective.name == "uniform":
         region = config.block_size if objective.uniform.one_block else config.gen_length
         return region * (config.draws_per_context + (config.ar_weight > 0))
-    whole = objective.name == "classical" or objective.suffix_weight
-    whole = whole or config.context == "block_causal"
-    return config.draws_per_context * (config.gen_length if whole else config.block_size) / 2
+    if objective.name == "classical" or objective.suffix_weight:
+        return config.draws_per_context * config.gen_length / 2
+    blocks, tiled = config.gen_length / config.block_size, config.context == "block_causal"
+    groups = active_groups(blocks, config.active_blocks, tiled)
+    return config.draws_per_context * groups.masked * config.block_size
 
 
 def count(config: c.Config, shape: Any) -> Counted:

@@ -63,7 +63,7 @@ def update_flops(config: c.Config, shape: Cost, prompt: float, canvas: float) ->
         draws = config.draws_per_context
         sequence = cost.blockwise(
             config.context, prompt, canvas, block, draws, objective.context_grad,
-            objective.suffix_weight > 0, config.shared_context,
+            objective.suffix_weight > 0, config.shared_context, config.active_blocks,
         )
     else:
         copies = 2 if objective.name == "rdm" and objective.rdm.coupled else 1

@@ -34,6 +34,13 @@ class Place(NamedTuple):
     tokens: int  # response tokens of the update
 
 
+class Groups(NamedTuple):
+    """Blocks of responses in groups: block b, from 0, is in group (b + offset) // size."""
+
+    size: int
+    offset: Tensor  # [S] in [0, size)
+
+
 @dataclass(frozen=True)
 class Draw:
     """One corruption of a batch: what the network sees and which tokens are supervised."""
@@ -44,8 +51,11 @@ class Draw:
     weight: Tensor  # [N] fp32, the tail 0
     num_rows: Tensor  # 0-dim: supervised tokens
     region: Tensor  # 0-dim: tokens of the supervised regions, masked or not
-    block_start: Tensor | None = None  # [S] the active block's first position in its row
-    block_length: Tensor | None = None  # [S]; both None: the whole response is supervised
+    # [S] the first position of the active block, or of the group of them, in its row, and how many
+    # tokens it has; None: the whole response is supervised
+    block_start: Tensor | None = None
+    block_length: Tensor | None = None
+    groups: Groups | None = None  # of blocks that see each other, where a draw masks all blocks
     smoothing: Tensor | float = 0.0  # label smoothing of each supervised token
     # [T] bool: tokens whose block sees what the model itself says of it (uniform noise)
     conditioned: Tensor | None = None
@@ -131,7 +141,7 @@ def token_u24(batch: Batch, rows: Rows, seed: int, stream: Stream, draw: Tensor)
     return philox_u24(rows.position, draw[rows.owner], ids, seed=seed, stream=stream)
 
 
-def between(low: int, high: int | Tensor, u24: Tensor) -> Tensor:
+def between(low: int | Tensor, high: int | Tensor, u24: Tensor) -> Tensor:
     """Uniform integers in [low, high), with block_mask's arithmetic."""
     return low + ((high - low) * u24 >> 24)
 

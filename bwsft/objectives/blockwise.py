@@ -31,6 +31,12 @@ second is empty, and the first, which is the decoder's first state, weighs as bo
 every pair weighs 1, and each state in expectation what it weighs without pairs: the pair estimates
 the same NELBO. At weight "flat" each token weighs exactly 1/|I_a| in every pair.
 
+With g active blocks (active_blocks.py) the blocks a, ..., a + g - 1 are masked at once, at rates
+that rise: pi_{j+1} ~ U(pi_j, high). Each is weighed as above, over the number n of blocks in the
+group (g, or fewer at the end): the loss is the mean over j = 1..n of that of a block beside j - 1
+which are masked less and n - j which are masked more. In block_causal each response is cut in such
+groups, of which the first may be short, and no block sees those after it.
+
 The weight 1 ("sum") takes the sum over masked tokens, as the paper's Eq. 8 and 9 write it.
 
 Every choice is a pure function of (seed, example, visit): see bwsft_kernels.philox. The ablations
@@ -50,6 +56,7 @@ from bwsft_kernels import MaskedBatch, MaskSpec, Stream, block_mask
 from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
+from bwsft.objectives.active_blocks import groups_of, joined, rising_rates, with_later_blocks
 from bwsft.objectives.base import (
     IGNORE,
     ONE24,
@@ -69,13 +76,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Blockwise(Objective):
-    """Masks one block of each response, or all of them, each with the rate of its own draw."""
+    """Masks one block of each response, or a group, or all, each with the rate of its own draw."""
 
     spec: MaskSpec
     order: str = "uniform"  # which block a visit masks: ObjectiveConfig.blocks
     levels: DiscreteConfig | None = None  # weight "discrete"
     draws_per_visit: int = 1  # of one block; their losses are averaged
     one_pass: bool = False  # a draw masks every block of every response, for block_causal
+    active_blocks: int = 1  # in a group, at rates that rise
     suffix_weight: float = 0.0  # of the hidden suffix, in weights of the block
     suffix_steps: int | None = None  # updates over which that falls to 0; None: it stays
 
@@ -87,6 +95,7 @@ class Blockwise(Objective):
             levels=config.objective.discrete if config.objective.weight == "discrete" else None,
             draws_per_visit=config.draws_per_context,
             one_pass=config.context == "block_causal",
+            active_blocks=config.active_blocks,
             suffix_weight=config.objective.suffix_weight,
             suffix_steps=config.steps if config.objective.suffix_decay else None,
         )
@@ -110,11 +119,31 @@ class Blockwise(Objective):
             suffix *= max(0.0, 1 - step / self.suffix_steps)
         for number in range(self.draws_per_visit):
             masked = self.mask(batch, number, block)
+            if self.active_blocks > 1:
+                masked = self.with_later_blocks(batch, masked, number, block)
             draw = with_suffix(batch, masked, suffix) if suffix else draw_of(batch, masked)
             yield dataclasses.replace(
                 draw, block_start=masked.block_start,
                 block_length=masked.block_length, number=number, of=self.draws_per_visit,
             )  # fmt: skip
+
+    def with_later_blocks(
+        self, batch: Batch, first: MaskedBatch, draw: int, block: int | None
+    ) -> MaskedBatch:
+        """Mask number `draw` of a visit with the blocks that are active beside those of `mask`."""
+        if block is None:
+            factor = importance(batch, self.spec, self.order, first.block)
+        else:
+            factor = 1 / num_blocks(batch, self.spec).double()
+        number = self.number(batch, draw, block)
+        return with_later_blocks(batch, self.spec, first, number, factor, self.active_blocks)
+
+    def number(self, batch: Batch, draw: int, block: int | None) -> Tensor:
+        """What names the words of draw `draw` of a visit, or of its mask of this block, [S]."""
+        visit = batch.visits
+        if block is not None:
+            visit = visit * num_blocks(batch, self.spec) + block
+        return visit * self.draws_per_visit + draw
 
     def mask(self, batch: Batch, draw: int = 0, block: int | None = None) -> MaskedBatch:
         """Mask number `draw` of a visit's active blocks.
@@ -124,15 +153,14 @@ class Blockwise(Objective):
         example, and all blocks together sum to 1.
         """
         spec, draws = self.spec, self.draws_per_visit
-        visit, factor, rate = batch.visits, 1.0, None
+        number, factor, rate = self.number(batch, draw, block), 1.0, None
         if block is None:
             chosen = choose_blocks(batch, spec, self.order)
             weights = chances(batch, spec, self.order)
         else:
             blocks = num_blocks(batch, spec)
             chosen, weights = torch.full_like(blocks, block), None
-            visit, factor = visit * blocks + block, 1 / blocks.double()
-        number = visit * draws + draw
+            factor = 1 / blocks.double()
         if self.levels is not None:
             u24 = philox_u24(0, number, batch.sample_ids, seed=spec.seed, stream=Stream.RATE)
             rate, omega = draw_level(self.levels, u24)
@@ -145,7 +173,7 @@ class Blockwise(Objective):
             batch.ids, batch.prompt_lengths, batch.response_lengths, spec,
             cu_seqlens=batch.cu_seqlens, sample_ids=batch.sample_ids,
             draw=number, block=chosen, block_weights=weights,
-            block_draw=None if draws == 1 else visit * draws, rate=rate, factor=factor,
+            block_draw=None if draws == 1 else number - draw, rate=rate, factor=factor,
         )  # fmt: skip
 
     def one_pass_draw(self, batch: Batch, draw: int = 0) -> Draw:
@@ -153,35 +181,43 @@ class Blockwise(Objective):
         sequence with a rate and marks of its own (number of the visit: visit * M + block). Weight
         1 / (M * count), so that a sequence's weights sum to 1 as in `visit`, or to M with
         block_factor "sum". No suffix is hidden: the context mode keeps later blocks out of sight.
-        `batch` is on the host."""
+        Several active blocks are groups whose rates rise. `batch` is on the host."""
         spec, draws, inside = self.spec, self.draws_per_visit, response_rows(batch).inside
         shapes = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
         sizes = [[stop - start for start, stop in spec.grid.blocks(*shape)] for shape in shapes]
         per_row = torch.tensor([len(row) for row in sizes])
         owner = torch.repeat_interleave(torch.arange(len(sizes)), per_row)  # of each block
-        number = torch.cat([torch.arange(len(row)) for row in sizes])
+        index = torch.cat([torch.arange(len(row)) for row in sizes])
         lengths = torch.tensor([size for row in sizes for size in row])
+        number = ((batch.visits * per_row)[owner] + index) * draws + draw
+        block_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         places = inside.nonzero()[:, 0]  # of the response tokens in the batch
-        masked = block_mask(
+        mask = functools.partial(
+            block_mask,
             batch.ids[places],
             torch.zeros_like(lengths),
             lengths,
             dataclasses.replace(spec, block_origin="response"),
             cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int(),
             sample_ids=batch.sample_ids[owner],
-            draw=((batch.visits * per_row)[owner] + number) * draws + draw,
+            draw=number,
             block=torch.zeros_like(lengths),
         )
+        masked, groups = mask(), None
+        if self.active_blocks > 1:
+            groups = groups_of(batch, spec.seed, self.active_blocks)
+            later = (index > 0) & ((index + groups.offset[owner]) % groups.size > 0)
+            rate = rising_rates(masked, later, number, batch.sample_ids[owner], spec, groups.size)
+            masked = joined(masked, mask(rate=rate), later[block_of])
         weight = masked.row_weight
         if spec.pairs and spec.weight == "flat":
             weight = 2 * weight  # a token is supervised in one half only
         if spec.block_factor == "mean":
-            block_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             weight = weight / per_row[owner][block_of[masked.rows]]
         noisy = batch.ids.index_copy(0, places, masked.noisy_ids)
         rows = places[masked.rows]
         masked = dataclasses.replace(masked, noisy_ids=noisy, rows=rows, row_weight=weight)
-        return dataclasses.replace(draw_of(batch, masked), number=draw, of=draws)
+        return dataclasses.replace(draw_of(batch, masked), number=draw, of=draws, groups=groups)
 
 
 def draw_of(batch: Batch, masked: MaskedBatch) -> Draw:
@@ -269,6 +305,16 @@ def chances(batch: Batch, spec: MaskSpec, order: str) -> Tensor | None:
     shape = batch.prompt_lengths[:, None], batch.response_lengths[:, None]
     start, stop = spec.grid.bounds(index, *shape)
     return (stop - start).clamp(min=0)
+
+
+def importance(batch: Batch, spec: MaskSpec, order: str, block: Tensor) -> Tensor | None:
+    """1 / (rho M) of blocks [S] that `chances` drew, in fp64; None: 1 of each."""
+    weights = chances(batch, spec, order)
+    if weights is None:
+        return None
+    blocks = num_blocks(batch, spec)
+    weights = weights.masked_fill(_block_index(batch, spec) >= blocks[:, None], 0).double()
+    return weights.sum(1) / weights.gather(1, block[:, None])[:, 0] / blocks
 
 
 def _block_index(batch: Batch, spec: MaskSpec) -> Tensor:

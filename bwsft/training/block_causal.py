@@ -14,7 +14,7 @@ from bwsft_kernels.block_grid import BlockGrid
 from torch import Tensor
 
 from bwsft.models.kv_cache import Listed
-from bwsft.objectives.base import response_rows
+from bwsft.objectives.base import Groups, response_rows
 
 if TYPE_CHECKING:
     from bwsft.config import Config
@@ -40,8 +40,8 @@ class PlannedBatch:
 class OnePass(PlannedBatch):
     """Per sequence a clean row [prompt + response], and after it noisy copies of the response at
     the same positions (with prompt_blocks: of the blocks that hold it, so of the prompt's tail
-    too), in the order of range_plan. No copy sees the last block's clean tokens: unless they are
-    supervised, they are left out."""
+    too), in the order of range_plan. No copy sees the clean tokens of the last block, or group of
+    active blocks: unless they are supervised, they are left out."""
 
     clean_rows: Tensor = field(kw_only=True)  # [W] indices
     noisy_rows: Tensor = field(kw_only=True)  # [T - W] indices
@@ -74,14 +74,17 @@ class OnePass(PlannedBatch):
 
 def one_pass(
     batch: Batch, noisy: Tensor, grid: BlockGrid, prompt_blocks: bool = False, shift: int = 0,
-    causal: bool = False, supervised: bool = False,
+    causal: bool = False, supervised: bool = False, groups: Groups | None = None,
 ) -> OnePass:  # fmt: skip
     """Lay out the clean rows of a batch, and copies of their responses with the ids noisy
     [copies, T]. Both are on the host. `shift`: position i predicts token i + shift. `causal`: a
-    clean token sees no later one. `supervised`: clean tokens are predicted too."""
+    clean token sees no later one. `supervised`: clean tokens are predicted too. `groups`: a block
+    of a copy sees the blocks before it in its group as they are in the copy."""
+    groups = groups or Groups(1, torch.zeros_like(batch.prompt_lengths))
     plan, rows = range_plan(
         batch.prompt_lengths, batch.response_lengths, grid.size, grid.origin, len(noisy),
         clean="causal" if causal else "block", prompt_blocks=prompt_blocks,
+        group=groups.size, group_offset=groups.offset,
     )  # fmt: skip
     first, last = plan.key_ranges[2:]  # the copies' rows that see a clean one
     if not supervised and (last > first).any():  # a context has a token at least
@@ -97,8 +100,9 @@ def one_pass(
     into, first = (rows.copy[own] - 1, source[own]), plan.query_ranges[0].long()[own]
     copy_of, row_of = torch.zeros_like(noisy), torch.zeros_like(noisy)
     copy_of[into] = own
-    # A token is predicted from the one `shift` before it. Where that is in an earlier block it is
-    # clean when the decoder comes to this one: the clean row predicts, once for each copy.
+    # A token is predicted from the one `shift` before it. Where that is before the group of active
+    # blocks, of one or several, the decoder has finished it: the clean row predicts, once for each
+    # copy.
     from_clean = rows.position[own] - shift < plan.query_ranges[1].long()[own] - first
     row_of[into] = torch.where(from_clean, first + rows.position[own], own)
     return OnePass(

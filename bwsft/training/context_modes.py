@@ -69,6 +69,7 @@ class ContextMode:
     autocast: Callable[[], AbstractContextManager] = nullcontext
     even: bool = False  # every active block is full, as the `fixed` canvas makes it
     confidence: float = 0.0  # weight of the entropy of tokens that the model has right
+    active_blocks: int = 1  # at most, in a draw
 
     def losses(self, batch: Batch, place: Place) -> Iterator[Loss]:
         """Weighted sums of CE whose total is that of a batch on the host."""
@@ -109,7 +110,8 @@ class ContextMode:
 
     def span(self, draw: Draw) -> Span:
         """The active blocks of a draw."""
-        return Span(draw.block_start, draw.block_length.clamp(min=1), self.grid.size, self.even)
+        width = self.active_blocks * self.grid.size
+        return Span(draw.block_start, draw.block_length.clamp(min=1), width, self.even)
 
     def empty_context(self, draw: Draw) -> Context:
         """The active blocks of a draw, and room for the keys and values of its canvas."""
@@ -223,7 +225,7 @@ class BlockCausal(ContextMode):
         """The draws as one, over clean rows and noisy copies, on the device."""
         noisy = torch.stack([draw.noisy.ids for draw in draws])
         one = one_pass(clean, noisy, self.grid, self.prompt_blocks, self.shift, self.causal,
-                       self.ar_weight > 0)
+                       self.ar_weight > 0, draws[0].groups)
         if draws[0].conditioned is not None:
             one = one.seeing_predictions([draw.conditioned for draw in draws])
         parts = []  # of each draw without the list's tail
@@ -274,8 +276,10 @@ def make_mode(
     cuda = device.type == "cuda"
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=cuda)
     grid = BlockGrid(config.block_size, family.block_origin)
-    even = config.dataset.canvas == "fixed" and grid.at_response
-    common = (backbone, objective, grid, device, autocast, even, config.objective.confidence)
+    active = config.active_blocks  # of which a response has fewer at its end
+    even = config.dataset.canvas == "fixed" and grid.at_response and active == 1
+    common = (backbone, objective, grid, device, autocast, even, config.objective.confidence,
+              active)  # fmt: skip
     if config.context == "block_causal":
         blocks = family.attention == "block_causal" and not grid.at_response
         grad = config.objective.context_grad

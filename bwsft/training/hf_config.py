@@ -43,6 +43,9 @@ class BlockwiseConfig(TrainingArguments):
     draws_per_context: int = 1
     """Masks of the same block drawn per visit, which trains on their mean; in block_causal noisy
     copies of every block beside one clean row."""
+    active_blocks: int = c.Config.active_blocks
+    """Blocks in a row that are masked at once, each at a higher rate than the one before it, for a
+    decoder that fills several blocks at a time; not cached."""
     block_size_schedule: float = c.Config.block_size_schedule
     """block_causal: share of the updates, the first ones, in which blocks shrink to block_size, by
     halves from the whole response; 0 for none."""
@@ -111,8 +114,8 @@ class BlockwiseConfig(TrainingArguments):
     def run_config(self) -> c.Config:
         """The same settings as a bwsft Config."""
         flat = ("seed", "block_size", "gen_length", "max_length", "context", "draws_per_context",
-                "block_size_schedule", "clean_attention", "ar_weight", "mask_token",
-                "logit_shift")  # fmt: skip
+                "active_blocks", "block_size_schedule", "clean_attention", "ar_weight",
+                "mask_token", "logit_shift")  # fmt: skip
         data = ("template", "template_args", "columns", "turns", "on_bad", "canvas")
         objective = ("blocks", "weight", "empty", "low", "high", "pairs", "suffix_weight",
                      "confidence", "context_grad")  # fmt: skip

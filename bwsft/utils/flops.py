@@ -5,9 +5,11 @@ A multiply-add is two. In the formulas half of the tokens that can be masked are
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import bwsft_kernels  # noqa: F401 its operators
 import torch
@@ -144,20 +146,22 @@ class TrainingCost:
 
     def blockwise(
         self, context: str, prompt: float, canvas: float, block: float, draws: int = 1,
-        context_grad: bool = True, suffix: bool = False, shared: bool = False,
+        context_grad: bool = True, suffix: bool = False, shared: bool = False, active: int = 1,
     ) -> float:  # fmt: skip
         """Blockwise SFT under a context mode: `draws` masks of one block; block_causal: of every
         block, on a clean canvas and as many noisy copies of the response. Without context_grad
         the clean canvas runs forward only there. suffix: the hidden suffix, on average half of the
         canvas less half a block, is supervised too. shared: the first draw's keys and values serve
-        the others."""
+        the others. active: blocks of a group."""
         model, length = self.model, prompt + canvas
+        groups = active_groups(canvas / block, active, tiled=context == "block_causal")
+        supervised = groups.masked * block
         if context == "block_causal":
             copies = draws * canvas
             keys = length + copies if self.dense else length
-            trained = model.active(copies, keys) + model.head(copies / 2)
+            trained = model.active(copies, keys) + model.head(draws * supervised)
             total = self.passes * trained + 3 * self.adapter * copies
-            seen = length - block  # no copy sees the last block's clean tokens
+            seen = length - groups.last * block  # no copy sees the last group's clean tokens
             clean = (model.layers - 1) * model.layer(seen, keys) + model.last(seen, 0, keys)
             if context_grad:
                 return total + self.passes * clean + 3 * self.adapter * seen
@@ -170,7 +174,29 @@ class TrainingCost:
             return model.whole(length, None if self.dense else block) + draws * draw
         if suffix:
             return draws * self.full(length, canvas / 2)
-        return draws * self.full(length, block / 2, block)
+        return draws * self.full(length, supervised, active * block)
+
+
+class Groups(NamedTuple):
+    """Groups of active blocks in a draw, on average, in blocks."""
+
+    masked: float  # tokens that are masked, at rates between 0 and 1
+    last: float  # tokens of the last group
+
+
+def active_groups(blocks: float, active: int, tiled: bool) -> Groups:
+    """Of a response of so many blocks that a draw masks `active` of, or fewer at the end, or is
+    tiled into groups of, at rates that rise: (1 - 1/2), (1 - 1/4), ... on average."""
+    if active == 1:
+        return Groups(blocks / 2 if tiled else 0.5, 1.0)
+    whole = math.ceil(blocks)
+    if tiled:
+        edges = [{0, whole, *range(active - offset, whole, active)} for offset in range(active)]
+        draws = [[b - a for a, b in itertools.pairwise(sorted(some))] for some in edges]
+    else:
+        draws = [[min(active, whole - first)] for first in range(whole)]
+    masked = sum(size - 1 + 2.0**-size for draw in draws for size in draw)
+    return Groups(masked / len(draws), sum(draw[-1] for draw in draws) / len(draws))
 
 
 def step_flops(cost: Cost, prompt: int, gen: int, block: int, draws: int) -> dict[str, float]:

@@ -26,6 +26,7 @@ MODES = {
     "suffix": {"objective": ObjectiveConfig(suffix_weight=1.0)},
     "shared": {"draws_per_context": 4, "shared_context": True},
     "cached": {"context": "cached", "draws_per_context": 2},
+    "groups": {"context": "block_causal", "active_blocks": 2},
     "pair": {
         "context": "block_causal", "draws_per_context": 2,
         "objective": ObjectiveConfig(pairs=True, weight="flat", empty="skip"),

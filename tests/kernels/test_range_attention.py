@@ -38,10 +38,19 @@ def test_a_plan_says_what_its_words_say(layout):
 
 
 def test_the_order_of_rows_by_hand():
-    """Prompt of 2, response of 5, blocks of 2, two copies: clean, then block by block."""
-    _, rows = range_plan(torch.tensor([2]), torch.tensor([5]), 2, copies=2)
+    """Prompt of 2, response of 5, blocks of 2, two copies: clean, then block by block, or group by
+    group."""
+    lengths = torch.tensor([2]), torch.tensor([5])
+    _, rows = range_plan(*lengths, 2, copies=2)
     assert rows.position.tolist() == [*range(7), 2, 3, 2, 3, 4, 5, 4, 5, 6, 6]
     assert rows.copy.tolist() == [0] * 7 + [1, 1, 2, 2] * 2 + [1, 2]
+    _, rows = range_plan(*lengths, 2, copies=2, group=2)
+    assert rows.position.tolist() == [*range(7), 2, 3, 4, 5, 2, 3, 4, 5, 6, 6]
+    assert rows.copy.tolist() == [0] * 7 + [1] * 4 + [2] * 4 + [1, 2]
+    plan, rows = range_plan(*lengths, 2, group=2, group_offset=torch.tensor([1]))
+    assert rows.position.tolist() == [*range(7), 2, 3, 4, 5, 6]
+    assert plan.query_ranges[:, 7:].T.tolist() == [[0, 2, 7, 9]] * 2 + [[0, 4, 9, 11]] * 2 + [
+        [0, 4, 9, 12]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,6 +175,9 @@ REFUSED = [
     ("clean must be one of", lambda: range_plan(*LENGTHS, 4, clean="none")),
     ("copies must be at least 1", lambda: range_plan(*LENGTHS, 4, copies=0)),
     ("block_size must be at least 1", lambda: range_plan(*LENGTHS, 0)),
+    ("group must be at least 1", lambda: range_plan(*LENGTHS, 4, group=0)),
+    ("an integer for each", lambda: range_plan(*LENGTHS, 4, group_offset=torch.zeros(2).int())),
+    ("must lie in .0, 2", lambda: range_plan(*LENGTHS, 4, group=2, group_offset=LENGTHS[0])),
     ('needs origin="absolute"', lambda: range_plan(*LENGTHS, 4, prompt_blocks=True)),
     ("prompt_lengths must be integers", lambda: range_plan(LENGTHS[0].float(), LENGTHS[1], 4)),
     ("one entry for each", lambda: range_plan(torch.tensor([1, 2]), LENGTHS[1], 4)),

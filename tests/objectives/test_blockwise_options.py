@@ -228,6 +228,17 @@ def test_bad_objectives_say_what_is_wrong(word):
             objective=c.ObjectiveConfig(suffix_weight=1.0, context_grad=False),
         ),
     ),
+    ("cannot go with --objective.name distill",
+     dict(active_blocks=2, objective=c.ObjectiveConfig(name="distill"))),
+    ("cannot go with --context cached", dict(active_blocks=2, context="cached")),
+    ("cannot go with --shared-context", dict(active_blocks=2, shared_context=True)),
+    *((f"cannot go with --objective.{name.replace('_', '-')}",
+       dict(active_blocks=2, objective=c.ObjectiveConfig(**{name: value}, **more)))
+      for name, value, more in [
+        ("pairs", True, {}), ("weight", "discrete", {"empty": "skip"}), ("suffix_weight", 1.0, {}),
+        ("prefix_noise", 0.1, {}), ("suffix_leak", 0.1, {})]),
+    ("more than --gen-length 40 has, at --block-size 8", dict(active_blocks=6)),
+    ("--active-blocks must be at least 1", dict(active_blocks=0)),
     ("even", dict(draws_per_context=3, objective=c.ObjectiveConfig(pairs=True))),
     (
         "exact and cached",

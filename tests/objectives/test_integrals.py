@@ -183,12 +183,14 @@ def test_a_suffix_token_that_is_seen_is_not_supervised():
     torch.testing.assert_close(weight.sum(1), 1 + 0.7 * left)
 
 
-@pytest.mark.parametrize("canvas", ["response", "fixed", "padded"])
-def test_exact_mode_gives_the_loss_and_gradient_of_full_logits(canvas):
+@pytest.mark.parametrize(("canvas", "fields"), [
+    ("response", {"active_blocks": 2}), ("fixed", {"active_blocks": 3}),
+    *((canvas, {"objective": c.ObjectiveConfig(suffix_weight=0.7)})
+      for canvas in ("response", "fixed", "padded")),
+], ids=str)  # fmt: skip
+def test_exact_mode_gives_the_loss_and_gradient_of_full_logits(canvas, fields):
     some, net = batch(canvas=canvas), tiny_modes.model()
-    config = dataclasses.replace(
-        presets.debug(), block_size=4, seed=5, objective=c.ObjectiveConfig(suffix_weight=0.7)
-    )
+    config = dataclasses.replace(presets.debug(), block_size=4, seed=5, **fields)
     objective = Blockwise.of(config, net.family)
     mode = make_mode(config, net.family, net, objective, torch.device("cpu"))
     (loss,) = mode.losses(some, PLACE)
@@ -203,8 +205,13 @@ def test_exact_mode_gives_the_loss_and_gradient_of_full_logits(canvas):
     total.backward()
     assert loss.total.item() == pytest.approx(total.item(), rel=1e-6)
     hidden = response_rows(some).inside & (noisy.ids != some.ids)
+    region = some.prompt_lengths + some.response_lengths - draw.block_start
+    if "active_blocks" in fields:  # and not the suffix after the group
+        owner = response_rows(some).owner
+        region = draw.block_length
+        hidden &= some.position_ids < (draw.block_start + region)[owner]
+        assert set(region.tolist()) - {1, 2, 3, 4}
     assert int(loss.rows) == int(hidden.sum()) == int((weight > 0).sum())
-    after = some.prompt_lengths + some.response_lengths - draw.block_start
-    assert int(loss.region) == int(after.sum())
+    assert int(loss.region) == int(region.sum())
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-9)

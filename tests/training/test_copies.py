@@ -68,20 +68,27 @@ def mode_around(net, grad=True, **options):
 
 
 def supervised(mode, some):
-    """[(sequence, start, noisy ids of a row, places in the row, targets, weights)] of every block
-    of every copy."""
+    """[(sequence, start, noisy ids from there on, their blocks, places in them, targets, weights)]
+    of every block of every copy, from the start of its group of active blocks."""
+    active = mode.objective.active_blocks
     for draw in mode.objective.draws(some, PLACE, None):
         n = int(draw.num_rows)
         for s, edge in enumerate(some.cu_seqlens[:-1].tolist()):
             prompt, response = int(some.prompt_lengths[s]), int(some.response_lengths[s])
             row = draw.noisy.ids[edge : edge + prompt + response]
-            for start, stop in mode.grid.blocks(prompt, response):
+            blocks = mode.grid.blocks(prompt, response)
+            offset = int(draw.groups.offset[s]) if active > 1 else 0
+            for b, (start, stop) in enumerate(blocks):
                 of = (draw.rows[:n] >= edge + start) & (draw.rows[:n] < edge + stop)
+                group = blocks[max(b - (b + offset) % active, 0) : b + 1]
+                start = group[0][0]
                 if mode.prompt_blocks and start == prompt:
                     start = mode.grid.start(prompt)
+                ends = torch.tensor([end for _, end in group])
+                own = torch.searchsorted(ends, torch.arange(start, stop), right=True)
                 where = draw.rows[:n][of] - edge - start
                 weight = draw.weight[:n][of] / draw.of
-                yield s, start, row[start:stop], where, draw.target[:n][of], weight
+                yield s, start, row[start:stop], own, where, draw.target[:n][of], weight
 
 
 def clean_row(mode, some, s, stop):
@@ -92,11 +99,11 @@ def clean_row(mode, some, s, stop):
 
 
 def decoded(mode, some):
-    """The loss as the decoder sees it: the blocks before the active one are stored, without
-    autograd, and the active one runs alone against them."""
+    """The loss as the decoder sees it: the blocks before the active ones are stored, without
+    autograd, and the active ones run alone against them."""
     net, total = mode.backbone, 0.0
     head, bias = net.head()
-    for s, start, ids, where, target, weight in supervised(mode, some):
+    for s, start, ids, own, where, target, weight in supervised(mode, some):
         clean, numbers = clean_row(mode, some, s, start)
         cache = net.new_cache(1, start + len(ids))
         if start:
@@ -105,7 +112,8 @@ def decoded(mode, some):
                 net.run_layers(clean, place, dataclasses.replace(
                     packed_layout(torch.tensor([0, start])), cache=cache, cache_slots=place,
                     mask=block_causal_mask(numbers)[None, None]))
-        cache.show(start + len(ids))
+        ends = start + torch.searchsorted(own, own, right=True)
+        cache.show(ends[None] if own[-1] else start + len(ids))
         active = Span(torch.tensor([start]), torch.tensor([len(ids)]), len(ids), True)
         hidden = net.active_hidden_states(ids[None], active, cache)[where]
         each = F.cross_entropy(F.linear(hidden, head, bias), target, reduction="none")
@@ -114,13 +122,14 @@ def decoded(mode, some):
 
 
 def whole(mode, some, layout_of=lambda made, start: made):
-    """The loss by a forward over [clean blocks before, noisy block] for every block and copy."""
+    """The loss by a forward over [clean blocks before, noisy active blocks up to this one] for
+    every block and copy."""
     net, total = mode.backbone, 0.0
     head, bias = net.head()
-    for s, start, ids, where, target, weight in supervised(mode, some):
+    for s, start, ids, own, where, target, weight in supervised(mode, some):
         clean, numbers = clean_row(mode, some, s, start)
-        row, active = torch.cat([clean, ids]), torch.full_like(ids, 1 << 20)
-        mask = block_causal_mask(torch.cat([numbers, active]))[None, None]
+        row = torch.cat([clean, ids])
+        mask = block_causal_mask(torch.cat([numbers, (1 << 20) + own]))[None, None]
         made = dataclasses.replace(packed_layout(torch.tensor([0, len(row)])), mask=mask)
         hidden = net.run_layers(row, torch.arange(len(row)), layout_of(made, start))
         logits = F.linear(hidden[start:][where], head, bias)
@@ -155,14 +164,18 @@ def loss_of(mode, some):
     return loss.total
 
 
-@pytest.mark.parametrize(
-    ("name", "canvas"), thinned([(n, c) for n in NAMES for c in ("response", "fixed")])
-)
-def test_copies_are_what_the_decoder_computes(name, canvas):
+COPIES = {
+    "three": ("response", {"draws": 3}), "pairs": ("fixed", {"draws": 4, "pairs": True}),
+    "groups of two": ("response", {"draws": 2, "active": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "copies"), thinned([(n, k) for k in COPIES for n in NAMES]))
+def test_copies_are_what_the_decoder_computes(name, copies):
     """The loss of ragged batches with short first and last blocks, and the gradients of a frozen
     and a live context."""
+    canvas, options = COPIES[copies]
     some, net = batch(((5, 9), (3, 12), (6, 2)), canvas=canvas), model_of(name)
-    options = {"draws": 4, "pairs": True} if canvas == "fixed" else {"draws": 3}
     frozen, live = (mode_around(net, grad, **options) for grad in (False, True))
     for mode, reference in ((frozen, decoded), (live, whole)):
         expected, found = reference(mode, some), loss_of(mode, some)
@@ -232,21 +245,22 @@ def test_an_update_masks_and_lays_out_the_blocks_of_its_step():
     assert shrinking.score(draw).item() == mode.score(draw).item()
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_formula_gives_the_counted_flops(grad):
+@pytest.mark.parametrize(("grad", "active"), [(True, 1), (False, 1), (True, 3)])
+def test_the_formula_gives_the_counted_flops(grad, active):
     """Of whole canvases. Attention, of which a frozen context's backward computes more than the
     formula says, is little at this width."""
-    lengths = [(8, 16)] * 2
+    lengths = [(8, 16)] * 12
     net = tiny_llada.backbone(torch.float32, d_model=256, mlp_hidden_size=640, vocab_size=50)
-    some, mode = batch(lengths, canvas="fixed"), mode_around(net, grad, pairs=True, draws=4)
+    some = batch(lengths, canvas="fixed")
+    mode = mode_around(net, grad, pairs=active == 1, draws=4, active=active)
     with flop_counter() as counter:
         loss_of(mode, some).backward()
     shape = net.base_model.config
     cost = Cost(shape.d_model, shape.n_layers, shape.mlp_hidden_size, shape.embedding_rows)
     formula = TrainingCost(cost, passes=3, dense=True).blockwise(
-        "block_causal", 8, 16, 4, draws=4, context_grad=grad
+        "block_causal", 8, 16, 4, draws=4, context_grad=grad, active=active
     )
-    assert 2 * formula == pytest.approx(counter.get_total_flops(), rel=0.05)
+    assert 12 * formula == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
 LONG_STEP = """

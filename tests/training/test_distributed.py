@@ -23,7 +23,8 @@ RUNS = {
     "ddp": ["--lora.rank", "3", "--lora.alpha", "6", "--context", "block_causal",
             "--draws-per-context", "2", "--objective.pairs"],
     # Shares of 2 and 1, with as many losses as their responses have blocks.
-    "ddp-uneven": ["--objective.blocks", "all", "--batch-size", "3", "--micro-batch-size", "3"],
+    "ddp-uneven": ["--objective.blocks", "all", "--active-blocks", "2", "--batch-size", "3",
+                   "--micro-batch-size", "3"],
     # One example to train on, and nothing to do for the second process.
     "ddp-idle": ["--batch-size", "1", "--micro-batch-size", "1", "--dataset.limit", "2",
                  "--dataset.holdout", "1"],

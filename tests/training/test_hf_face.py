@@ -54,7 +54,8 @@ def losses(trainer):
 
 
 MODES = {
-    "exact": {"objective": "blockwise", "weight": "rate", "empty": "skip", "blocks": "traversal"},
+    "exact": {"objective": "blockwise", "weight": "rate", "empty": "skip", "blocks": "traversal",
+              "active_blocks": 2},
     "cached": {"draws_per_context": 2, "low": 0.2, "high": 0.9},
     "block_causal": {
         "canvas": "response", "draws_per_context": 2, "pairs": True, "context_grad": False,
@@ -74,6 +75,7 @@ def test_records_train_as_in_a_run(start, tiny, make_run, records, context):
     config = tiny(
         model=start.folder, tokenizer=None, steps=10, context=context,
         draws_per_context=options.get("draws_per_context", 1),
+        active_blocks=options.get("active_blocks", 1),
         block_size_schedule=options.get("block_size_schedule", 0.0),
         dataset=dataclasses.replace(tiny().dataset, holdout=8, canvas=canvas),
         objective=c.ObjectiveConfig(**own), eval=c.EvalConfig(draws=3),
@@ -100,7 +102,7 @@ def test_every_setting_reaches_the_config(tmp_path):
     )  # fmt: skip
     other = dict(
         block_size=8, gen_length=64, max_length=99, context="cached", draws_per_context=2,
-        block_size_schedule=0.5, clean_attention="causal", ar_weight=0.5,
+        active_blocks=2, block_size_schedule=0.5, clean_attention="causal", ar_weight=0.5,
         mask_token="[M]", logit_shift=1, template="none", template_args="a=1", columns="prompt=q",
         turns="all", on_bad="skip", canvas="response", eval_draws=2, objective="classical",
         blocks="length", weight="flat", empty="skip", low=0.1, high=0.9, pairs=True,

@@ -27,12 +27,17 @@ def plain_loss(model, mode, some):
     for draw in mode.objective.draws(some, PLACE, None):
         weights = torch.zeros(len(some.ids)).index_add_(0, draw.rows, draw.weight / draw.of)
         shapes = zip(some.prompt_lengths.tolist(), some.response_lengths.tolist(), strict=True)
-        for edge, (prompt, response) in zip(some.cu_seqlens.tolist(), shapes, strict=False):
+        active = mode.objective.active_blocks
+        offsets = draw.groups.offset.tolist() if active > 1 else [0] * some.num_sequences
+        edges = some.cu_seqlens[:-1].tolist()
+        for edge, offset, (prompt, response) in zip(edges, offsets, shapes, strict=True):
             numbers = clean_numbers(mode.grid, prompt, response, mode.prompt_blocks)
-            for start, stop in mode.grid.blocks(prompt, response):
+            blocks = mode.grid.blocks(prompt, response)
+            for b, (start, stop) in enumerate(blocks):
                 clean = some.ids[edge : edge + stop]
-                row = torch.cat([clean[:start], draw.noisy.ids[edge + start : edge + stop]])
-                mask = mask_of(numbers[:stop], start, mode.causal)
+                noisy = blocks[max(b - (b + offset) % active, 0)][0]  # from here on
+                row = torch.cat([clean[:noisy], draw.noisy.ids[edge + noisy : edge + stop]])
+                mask = mask_of(numbers[:stop], noisy, mode.causal)
                 logits = model(input_ids=row[None], attention_mask=mask).logits[0]
                 each = F.cross_entropy(logits[start - 1 : -1], clean[start:], reduction="none")
                 weight = weights[edge + start : edge + stop]
@@ -42,7 +47,10 @@ def plain_loss(model, mode, some):
     return total
 
 
-@pytest.mark.parametrize("copies", [{"draws": 1}, {"draws": 4, "pairs": True}], ids=["1", "pairs"])
+COPIES = {"1": {}, "pairs": {"draws": 4, "pairs": True}, "groups": {"draws": 2, "active": 2}}
+
+
+@pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("grid", ["response", "absolute", "prompt_blocks"])
 @pytest.mark.parametrize("name", ["qwen2", "dream"])
 def test_a_block_is_predicted_from_the_token_before_it(name, grid, copies):
@@ -50,7 +58,8 @@ def test_a_block_is_predicted_from_the_token_before_it(name, grid, copies):
     some = batch(((5, 9), (3, 12), (6, 2), (8, 7)), canvas="response")
     net, slow = tiny_hf.backbone(name, shift=1), tiny_hf.plain(name)
     origin = "response" if grid == "response" else "absolute"
-    mode = mode_of("block_causal", net, block_origin=origin, mask_id=net.family.mask_id, **copies)
+    mode = mode_of("block_causal", net, block_origin=origin, mask_id=net.family.mask_id,
+                   **COPIES[copies])
     mode = dataclasses.replace(mode, shift=1, prompt_blocks=grid == "prompt_blocks")
     (loss,) = mode.losses(some, PLACE)
     expected = plain_loss(slow, mode, some)

@@ -27,7 +27,7 @@ from bwsft.training.setup import setup, train
 
 LORA = c.LoraConfig(rank=3, alpha=6.0, dropout=0.3)
 KINDS = {
-    "full": {},
+    "full": {"active_blocks": 2},
     "lora": {"lora": LORA},
     "traversal": {"objective": c.ObjectiveConfig(blocks="traversal", prefix_noise=0.1)},
     "cached": {"context": "cached", "draws_per_context": 2, "lora": LORA},

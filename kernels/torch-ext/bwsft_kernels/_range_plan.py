@@ -1,8 +1,9 @@
 """Which keys a query row may see, as ranges: made once for a batch, read by every layer.
 
 Every row of a one-pass batch, and of a block that is decoded against a cache, sees at most two
-ranges of keys (a prefix, and its own block), and every key is seen by at most two ranges of
-queries. So a plan is a few integers for each row, and attention needs no mask.
+ranges of keys (a prefix, and its own block or what a group of them has up to there), and every key
+is seen by at most two ranges of queries. So a plan is a few integers for each row, and attention
+needs no mask.
 Letters: T query rows, N key rows, S sequences, B block size.
 """
 
@@ -58,8 +59,9 @@ class OnePassRows:
     """What the rows of a one-pass batch hold, int64 [T].
 
     For each sequence its clean row, prompt + response, and after it the noisy copies of its
-    response block by block: block 0 of copy 1, of copy 2, ..., block 1 of copy 1, ... So the noisy
-    rows of all blocks after a position are one range, for any number of copies.
+    response group by group, of one block or several: group 0 of copy 1, of copy 2, ..., group 1 of
+    copy 1, ... So the noisy rows of all groups after a position are one range, for any number of
+    copies.
     """
 
     sequence: Tensor  # which of the batch's sequences
@@ -73,6 +75,8 @@ class _Layout:
 
     grid: BlockGrid
     copies: int
+    group: int  # blocks that a copy sees of itself, at most
+    offset: Tensor  # blocks that its first group lacks
     undivided: Tensor  # tokens of the prompt that are one block
     lengths: Tensor  # clean rows
     first_noisy: Tensor  # position of the first noisy token
@@ -91,14 +95,35 @@ class _Layout:
 
     def block(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """(start, stop) [T] of the block that holds the position [T] in each row's sequence."""
-        whole, length = self.undivided[self.sequence], self.lengths[self.sequence]
+        whole = self.undivided[self.sequence]
         index = self.grid.index_of(position, whole)
-        start, stop = self.grid.bounds(index, whole, length - whole)
+        start, stop = self._bounds(index, index)
         inside = position < whole
         return torch.where(inside, 0, start), torch.where(inside, whole, stop)
 
+    def group_of(self, position: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """(start, stop) [T] of the group of blocks that holds the position [T] in each row's
+        sequence; what is given, its block's, where that has no noisy row."""
+        if self.group == 1:
+            return start, stop
+        whole, noisy = self.undivided[self.sequence], self.first_noisy[self.sequence]
+        origin = self.grid.index_of(noisy, whole) - self.offset[self.sequence]
+        index = self.grid.index_of(position, whole)
+        first = index - (index - origin) % self.group
+        begin, end = self._bounds(first, first + self.group - 1)
+        clean = position < noisy
+        begin = torch.maximum(begin, noisy)
+        return torch.where(clean, start, begin), torch.where(clean, stop, end)
+
+    def _bounds(self, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """(start, stop) [T] of the blocks with these numbers [T], whole prompts apart."""
+        whole, length = self.undivided[self.sequence], self.lengths[self.sequence]
+        start, _ = self.grid.bounds(first, whole, length - whole)
+        _, stop = self.grid.bounds(last, whole, length - whole)
+        return start, stop
+
     def noisy_row(self, position: Tensor) -> Tensor:
-        """First noisy row [T] of the block that starts at the position [T]."""
+        """First noisy row [T] of the group that starts at the position [T]."""
         passed = position - self.first_noisy[self.sequence]
         return self.noisy_start[self.sequence] + self.copies * passed
 
@@ -112,6 +137,8 @@ def range_plan(
     *,
     clean: str = "block",  # or "causal"
     prompt_blocks: bool = False,
+    group: int = 1,
+    group_offset: Tensor | None = None,  # [S] integers in [0, group)
     rows: int | None = None,  # T, where the host knows it
 ) -> tuple[RangePlan, OnePassRows]:
     """The plan of one-pass training, queries and keys being the same T rows, and what they hold.
@@ -119,15 +146,18 @@ def range_plan(
     A clean row sees its sequence's clean rows up to the end of its block (clean="causal": up to
     itself); the prompt is one block, or with prompt_blocks cut on the absolute grid like the
     response. A noisy row sees the clean rows before its block, and its block in its own copy. With
-    prompt_blocks a copy begins with the block that holds the response's first token. Without `rows`
-    the host reads one number from the device of the lengths.
+    prompt_blocks a copy begins with the block that holds the response's first token. With `group`
+    block b of a copy, from 0, is in group (b + group_offset) // group (default offset 0), and a
+    noisy row sees the clean rows before its group, and in its own copy the group up to the end of
+    its block. Without `rows` the host reads one number from the device of the lengths.
     """
     _check_one_pass(prompt_lengths, response_lengths, copies, clean)
+    offset = _checked_offset(prompt_lengths, group, group_offset)
     grid = BlockGrid(block_size, origin)
     if prompt_blocks and grid.at_response:
         raise ValueError('prompt_blocks=True cuts the prompt too: it needs origin="absolute"')
     layout = _layout(prompt_lengths.long(), response_lengths.long(), grid, copies, prompt_blocks,
-                     rows)
+                     (group, offset), rows)
     own = _rows(layout)
     segments = torch.stack((layout.starts, layout.noisy_start), 1).flatten()
     tiles = _tiles(segments, torch.stack((layout.noisy_start, layout.stops), 1).flatten(),
@@ -190,9 +220,21 @@ def _check_one_pass(prompt: Tensor, response: Tensor, copies: int, clean: str) -
     require(((prompt >= 0) & (response >= 0)).all(), lambda: "a length is negative")
 
 
+def _checked_offset(prompt: Tensor, group: int, offset: Tensor | None) -> Tensor:
+    if group < 1:
+        raise ValueError(f"group must be at least 1, not {group}")
+    if offset is None:
+        return torch.zeros_like(prompt, dtype=torch.int64)
+    if offset.shape != prompt.shape or offset.device != prompt.device or offset.is_floating_point():
+        raise ValueError("group_offset must have an integer for each sequence, on their device")
+    fits = ((offset >= 0) & (offset < group)).all()
+    require(fits, lambda: f"group_offset must lie in [0, {group})")
+    return offset.long()
+
+
 def _layout(
     prompts: Tensor, responses: Tensor, grid: BlockGrid, copies: int, prompt_blocks: bool,
-    rows: int | None,
+    group: tuple[int, Tensor], rows: int | None,
 ) -> _Layout:
     lengths = prompts + responses
     undivided = torch.zeros_like(prompts) if prompt_blocks else prompts
@@ -206,14 +248,16 @@ def _layout(
         require(total == rows, lambda: f"rows is {rows}, but the batch has {int(total)}")
     starts = torch.cat((ends.new_zeros(1), ends))[:-1]
     sequence = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
-    return _Layout(grid, copies, undivided, lengths, first_noisy, starts, sequence, rows)
+    return _Layout(
+        grid, copies, *group, undivided, lengths, first_noisy, starts, sequence, rows)
 
 
 def _rows(layout: _Layout) -> OnePassRows:
     sequence, copies = layout.sequence, layout.copies
     place = torch.arange(layout.rows, device=sequence.device) - layout.starts[sequence]
     after = place - layout.lengths[sequence]  # negative in clean rows
-    start, stop = layout.block(layout.first_noisy[sequence] + after // copies)
+    position = layout.first_noisy[sequence] + after // copies
+    start, stop = layout.group_of(position, *layout.block(position))
     inside = after - copies * (start - layout.first_noisy[sequence])
     width = (stop - start).clamp(min=1)
     noisy = after >= 0
@@ -229,19 +273,20 @@ def _ranges(layout: _Layout, own: OnePassRows, causal: bool) -> tuple[Tensor, Te
     sequence, position, copy = own.sequence, own.position, own.copy
     first, clean_stop = layout.starts[sequence], layout.noisy_start[sequence]
     start, stop = layout.block(position)
+    begin, end = layout.group_of(position, start, stop)
     clean = copy == 0
     sees = position + 1 if causal else stop
-    block = layout.noisy_row(start) + (copy - 1) * (stop - start)  # own block's first row
-    later = layout.noisy_row(torch.maximum(stop, layout.first_noisy[sequence]))
+    group = layout.noisy_row(begin) + (copy - 1) * (end - begin)  # own group's first row
+    later = layout.noisy_row(torch.maximum(end, layout.first_noisy[sequence]))
     zero = torch.zeros_like(first)
     query_ranges = torch.stack((
-        first, first + torch.where(clean, sees, start),
-        torch.where(clean, zero, block), torch.where(clean, zero, block + stop - start),
+        first, first + torch.where(clean, sees, begin),
+        torch.where(clean, zero, group), torch.where(clean, zero, group + stop - begin),
     ))
     seen_from = first + (position if causal else start)
     key_ranges = torch.stack((
-        torch.where(clean, seen_from, block),
-        torch.where(clean, clean_stop, block + stop - start),
+        torch.where(clean, seen_from, group + start - begin),
+        torch.where(clean, clean_stop, group + end - begin),
         torch.where(clean, later, zero), torch.where(clean, layout.stops[sequence], zero),
     ))
     return query_ranges, key_ranges

@@ -54,10 +54,12 @@ def test_values_and_gradients_of_many(**case):
                          copies=2)),
     (torch.float16, dict(prompt_lengths=[21, 5], response_lengths=[14, 0], block_size=8,
                          origin="absolute", prompt_blocks=True, clean="causal")),
+    (torch.float32, dict(prompt_lengths=[9, 3], response_lengths=[43, 30], block_size=8, copies=2,
+                         origin="absolute", group=3, group_offset=[1, 2])),
 ])
 def test_named_layouts(dtype, layout):
-    lengths = {name: torch.tensor(layout.pop(name))
-               for name in ("prompt_lengths", "response_lengths")}
+    lengths = {name: torch.tensor(layout.pop(name)) for name in (
+        "prompt_lengths", "response_lengths", "group_offset") if name in layout}
     plan, _ = range_plan(**lengths, **layout)
     cases.check_against_dense(plan, cases.tensors(plan, dtype, (2, 1)), "triton")
 
