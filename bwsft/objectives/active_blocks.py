@@ -34,6 +34,7 @@ from bwsft.objectives.base import (
     row_list,
     sequence_u24,
 )
+from bwsft.objectives.block_choice import num_blocks
 
 if TYPE_CHECKING:
     from bwsft.data.packing import Batch
@@ -51,8 +52,7 @@ def with_later_blocks(
     has an equal share of the weight. `block_length` is the group's, the lists have T entries, and
     `rate` and `count` stay the first block's."""
     rows, masked, stop = response_rows(batch), first, first.block_start + first.block_length
-    blocks = spec.grid.num_blocks(batch.prompt_lengths, batch.response_lengths).clamp(min=1)
-    rate = rate24(first)
+    blocks, rate = num_blocks(batch, spec), rate24(first)
     for later in range(1, active):
         number = number_of(draw, later, active)
         rate = rate_after(rate, number, batch.sample_ids, spec)

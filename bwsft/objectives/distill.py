@@ -33,7 +33,8 @@ from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
 from bwsft.objectives import base as d
-from bwsft.objectives.blockwise import mask_spec, num_blocks
+from bwsft.objectives.block_choice import num_blocks
+from bwsft.objectives.blockwise import mask_spec
 
 if TYPE_CHECKING:
     from bwsft.data.packing import Batch

@@ -11,7 +11,7 @@ from tiny_modes import MASK, PLACE, corrupt, losses, mode_of
 
 from bwsft import config as c
 from bwsft.models.kv_cache import Context
-from bwsft.objectives import blockwise
+from bwsft.objectives import block_choice
 from bwsft.objectives.base import Draw
 from bwsft.objectives.config import DiscreteConfig
 from bwsft.training.trainer import train_step
@@ -28,19 +28,19 @@ def test_every_block_of_every_example_once(origin, factor, batch_of, sums):
     batch = batch_of(LENGTHS, visit=2, origin=origin)
     spec = MaskSpec(4, MASK, seed=5, block_factor=factor, block_origin=origin)
     seen, rates, totals = [], [], torch.zeros(5).double()
-    for part, block in blockwise.every_block(batch, spec):
+    for part, block in block_choice.every_block(batch, spec):
         _, masked = corrupt(part, spec, "all", block=block)
         seen += [(int(s), block) for s in part.sample_ids]
         rates += masked.rate.tolist()
         assert (masked.block == block).all() and (masked.count > 0).all()
         totals.index_add_(0, part.sample_ids, sums(part, masked))
-    blocks = blockwise.num_blocks(batch, spec)
+    blocks = block_choice.num_blocks(batch, spec)
     assert sorted(seen) == [(s, a) for s in range(5) for a in range(int(blocks[s]))]
     assert len(set(rates)) == len(rates)  # own rates
     expected = torch.ones(5) if factor == "mean" else blocks
     torch.testing.assert_close(totals, expected.double(), rtol=1e-6, atol=0)
     again = [corrupt(p, spec, "all", block=a)[1].rate
-             for p, a in blockwise.every_block(batch_of(LENGTHS, visit=3, origin=origin), spec)]
+             for p, a in block_choice.every_block(batch_of(LENGTHS, visit=3, origin=origin), spec)]
     assert not set(torch.cat(again).tolist()) & set(rates)  # and others at the next visit
 
 
@@ -71,7 +71,7 @@ def test_all_blocks_are_the_average_of_the_single_ones(name, draws, canvas, batc
     mode.backbone.forward = spy
     total, grads, _, region = step(mode, batch)
     spec = mode.objective.spec
-    blocks = blockwise.num_blocks(batch, spec)
+    blocks = block_choice.num_blocks(batch, spec)
     assert sum(sizes) == (draws + (name == "cached")) * int(blocks.sum())
     assert region == draws * int(batch.response_lengths.sum())
     loss = 0.0

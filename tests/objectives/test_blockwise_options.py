@@ -13,7 +13,7 @@ from tiny_modes import corrupt
 
 from bwsft import config as c
 from bwsft import presets
-from bwsft.objectives import blockwise
+from bwsft.objectives import block_choice, blockwise
 from bwsft.objectives.config import DiscreteConfig
 
 MASK, EOS, ONE24 = 49, 1, 1 << 24
@@ -128,7 +128,7 @@ def test_the_config_reaches_the_kernel_and_the_times():
 def test_chances_in_numbers(origin, batch_of):
     batch = batch_of(LENGTHS, origin=origin)
     spec = MaskSpec(4, MASK, block_origin=origin)
-    assert blockwise.chances(batch, spec, "uniform") is None
+    assert block_choice.chances(batch, spec, "uniform") is None
     into = [0] * 5 if origin == "response" else [p % 4 for p, _ in LENGTHS]
     for s, ((_, length), before) in enumerate(zip(LENGTHS, into, strict=True)):
         blocks = math.ceil((before + length) / 4)
@@ -139,7 +139,7 @@ def test_chances_in_numbers(origin, batch_of):
             "falling": list(range(blocks, 0, -1)),
         }
         for order, row in expected.items():
-            assert blockwise.chances(batch, spec, order)[s, :blocks].tolist() == row, order
+            assert block_choice.chances(batch, spec, order)[s, :blocks].tolist() == row, order
 
 
 @pytest.mark.parametrize("order", ["length", "rising", "falling"])

@@ -14,7 +14,7 @@ from tiny_objectives import family_of, packed
 
 from bwsft import config as c
 from bwsft import presets
-from bwsft.objectives import blockwise
+from bwsft.objectives import block_choice, blockwise
 from bwsft.objectives.classical import Classical
 from bwsft.objectives.nelbo import HeldOut
 
@@ -45,7 +45,7 @@ LENGTHS = [(3, 16), (5, 1), (2, 4), (7, 13), (1, 21), (4, 5)]
 def test_a_traversal_visits_every_block_once(origin):
     spec = MaskSpec(4, MASK, seed=11, block_origin=origin)
     batch = batch_of(LENGTHS, origin=origin)
-    counts = blockwise.num_blocks(batch, spec).tolist()
+    counts = block_choice.num_blocks(batch, spec).tolist()
     grid = (0, 0, 0, 0, 0, 0) if origin == "response" else (3, 1, 2, 3, 1, 0)
     assert counts == [math.ceil((into + r) / 4) for (_, r), into in zip(LENGTHS, grid, strict=True)]
     orders = set()
@@ -55,7 +55,7 @@ def test_a_traversal_visits_every_block_once(origin):
                 dataclasses.replace(batch, visits=torch.full((len(counts),), traversal * m + turn))
                 for turn in range(m)
             ]
-            seen = [int(blockwise.choose_blocks(b, spec, "traversal")[s]) for b in visits]
+            seen = [int(block_choice.choose_blocks(b, spec, "traversal")[s]) for b in visits]
             assert sorted(seen) == list(range(m))
             orders.add((s, *seen))
     assert len(orders) > 2 * len(counts)  # shuffled anew, per example and traversal
@@ -64,7 +64,7 @@ def test_a_traversal_visits_every_block_once(origin):
 def test_sequential_blocks_come_in_turn_and_start_again():
     spec = MaskSpec(4, MASK)
     for visit in range(9):
-        chosen = blockwise.choose_blocks(batch_of(LENGTHS, visit=visit), spec, "sequential")
+        chosen = block_choice.choose_blocks(batch_of(LENGTHS, visit=visit), spec, "sequential")
         assert chosen.tolist() == [visit % m for m in (4, 1, 1, 4, 6, 2)]
 
 
