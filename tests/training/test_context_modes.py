@@ -96,10 +96,11 @@ def test_draws_differ_and_pairs_are_complementary():
         assert (marks[0][block] ^ marks[1][block]).all()
 
 
-def test_context_grad_off_cuts_the_gradient_through_the_context_and_keeps_the_loss():
-    b = batch()
-    on, g_on = gradients(mode_of("exact", even=True), b)
-    off, g_off = gradients(mode_of("frozen", even=True), b)
+@pytest.mark.parametrize("active", [1, 2])
+def test_context_grad_off_cuts_the_gradient_through_the_context_and_keeps_the_loss(active):
+    b, options = batch(), {"active": active, "even": active == 1}
+    on, g_on = gradients(mode_of("exact", **options), b)
+    off, g_off = gradients(mode_of("frozen", **options), b)
     assert off == pytest.approx(on, rel=1e-6)  # same state, same numbers forward
     assert any(not torch.allclose(x, y, rtol=1e-3) for x, y in zip(g_on, g_off, strict=True))
 
