@@ -2,13 +2,15 @@
 
 A model is trained with noisy copies until it solves much of a kind of problems, and its own careful
 decodings of training problems that came out right are what every arm trains on: by plain Blockwise
-SFT, which is the control, with the confidence term, by trace distillation, with both. Measured is
-what a decoder of each threshold makes of test problems, in tokens per forward pass (thresholds.py).
+SFT, which is the control, and by what is to save passes: the confidence term, trace distillation,
+or groups of several active blocks, alone and together. Measured is what a decoder of each threshold
+makes of test problems, in tokens per forward pass (thresholds.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from bwsft import config as c
 from bwsft import presets
@@ -17,59 +19,102 @@ from bwsft.experiments.scales import Scale
 from bwsft.objectives.config import ObjectiveConfig
 
 BEFORE, PLAIN = "before", "blockwise"
-DISTILL, CONFIDENCE, BOTH = "distill", "confidence", "distill + confidence"
+DISTILL, CONFIDENCE, GROUPS = "distill", "confidence", "several blocks"
 WITHIN = 0.01  # of the exact match of one token a step
 GAIN = 2.0  # times the TPF of the model before
 UPDATES = 60
 TRACES = 1000  # training problems that are decoded
 WEIGHT = 1.0  # of the confidence term
-# Of each kind of problems: response positions, longest example, updates of the start.
-SIZES = {"wordproblems-9-seed4": (32, 64, 800), "chains-6-seed4": (48, 80, 1200)}
 
 
-def start(data: str) -> c.Config:
-    """The model that all arms start from: the embedded base, trained on with noisy copies."""
-    gen_length, max_length, steps = SIZES[data]
-    return dataclasses.replace(
-        presets.debug(), data=data, context="block_causal", block_size=16, gen_length=gen_length,
-        max_length=max_length, batch_size=16, micro_batch_size=16, seed=7, steps=steps,
-        save_every=steps, keep_last=1, dataset=c.DataConfig(template="chat", holdout=16),
-        optim=c.OptimConfig(lr=2e-3), eval=c.EvalConfig(every=0),
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Study:
+    """A kind of problems, and how the model that all arms start from is trained on it."""
+
+    data: str
+    gen_length: int
+    max_length: int  # of an example
+    block_size: int
+    steps: int
+    active_blocks: int = 1
+    """Above 1: groups of so many blocks are trained, in place of distillation, and every arm is
+    decoded with so many active blocks too."""
+
+    @property
+    def start(self) -> c.Config:
+        """Training of that model: the embedded base, trained on with noisy copies."""
+        return dataclasses.replace(
+            presets.debug(), data=self.data, context="block_causal", block_size=self.block_size,
+            gen_length=self.gen_length, max_length=self.max_length, batch_size=16,
+            micro_batch_size=16, seed=7, steps=self.steps, save_every=self.steps, keep_last=1,
+            dataset=c.DataConfig(template="chat", holdout=16),
+            optim=c.OptimConfig(lr=2e-3), eval=c.EvalConfig(every=0),
+        )  # fmt: skip
+
+    @property
+    def ways(self) -> dict[str, dict]:
+        """Changes of plain Blockwise SFT's config: one way, the confidence term, both."""
+        sure = {"objective": ObjectiveConfig(confidence=WEIGHT)}
+        if self.active_blocks > 1:
+            own, name = {"active_blocks": self.active_blocks}, GROUPS
+            both = own | sure
+        else:
+            own, name = {"objective": ObjectiveConfig(name="distill")}, DISTILL
+            both = {"objective": ObjectiveConfig(name="distill", confidence=WEIGHT)}
+        return {CONFIDENCE: sure, name: own, f"{name} + {CONFIDENCE}": both}
+
+    @property
+    def decoders(self) -> list[str]:
+        """How measures name block size and active blocks: of one active block, then of several."""
+        one = f"@{self.block_size}"
+        return [one, f"{one}x{self.active_blocks}"] if self.active_blocks > 1 else [one]
 
 
-def fewer(data: str, scale: Scale) -> Plan:
-    """The arms on one kind of problems. Of the scale it takes the number of seeds alone."""
+STUDIES = {
+    "fewer": Study("wordproblems-9-seed4", 32, 64, 16, 800),
+    "fewer-chains": Study("chains-6-seed4", 48, 80, 16, 1200),
+    "active-blocks": Study("wordproblems-9-seed4", 32, 64, 4, 4000, active_blocks=4),
+    "active-blocks-chains": Study("chains-6-seed4", 48, 80, 4, 4000, active_blocks=4),
+}
+
+
+def fewer(name: str, scale: Scale) -> Plan:
+    """The arms of one of STUDIES. Of the scale it takes the number of seeds alone."""
+    study = STUDIES[name]
     base = dataclasses.replace(
-        start(data), steps=UPDATES, save_every=UPDATES, seed=42, optim=c.OptimConfig(lr=5e-4),
+        study.start, steps=UPDATES, save_every=UPDATES, seed=42, optim=c.OptimConfig(lr=5e-4),
         dataset=c.DataConfig(template="chat", holdout=0),
     )  # fmt: skip
-    ways = {
-        PLAIN: ObjectiveConfig(),
-        CONFIDENCE: ObjectiveConfig(confidence=WEIGHT),
-        DISTILL: ObjectiveConfig(name="distill"),
-        BOTH: ObjectiveConfig(name="distill", confidence=WEIGHT),
-    }
-    measures = ("tpf@16", "aup@16", "careful@16")
+    one, last = study.decoders[0], study.decoders[-1]
+    measures = tuple(f"{kind}{at}" for at in study.decoders for kind in ("tpf", "aup"))
+    measures = (*measures, f"careful{one}")
     arms = [Arm(BEFORE, base, measures, trained=False)]
     arms += [
-        Arm(name, dataclasses.replace(base, objective=way), measures) for name, way in ways.items()
+        Arm(way, dataclasses.replace(base, **changes), measures)
+        for way, changes in ({PLAIN: {}} | study.ways).items()
     ]
     claims = []
-    for name in (DISTILL, CONFIDENCE, BOTH):
-        text = f"{name}: at least {GAIN:g} times the TPF of the model before"
-        claims.append(Claim(text, ((BEFORE, "tpf@16"),), ((name, "tpf@16"),), GAIN))
-        for measure, title in (("tpf@16", "TPF"), ("aup@16", "AUP")):
-            for other in (BEFORE, PLAIN):
-                text = f"{name} has a higher {title} than {other}"
-                claims.append(Claim(text, ((other, measure),), ((name, measure),)))
-    kind = data.partition("-")[0]
+    for way in study.ways:
+        text = f"{way}: at least {GAIN:g} times the TPF of the model before"
+        claims.append(Claim(text, ((BEFORE, f"tpf{one}"),), ((way, f"tpf{last}"),), GAIN))
+        for measure, title in (("tpf", "TPF"), ("aup", "AUP")):
+            for other, at in {(BEFORE, one): 0, (BEFORE, last): 0, (PLAIN, last): 0}:
+                said = " with several active blocks" if at != one else ""
+                text = f"{way} has a higher {title} than {other}{said}"
+                claims.append(
+                    Claim(text, ((other, f"{measure}{at}"),), ((way, f"{measure}{last}"),))
+                )
+    kind = study.data.partition("-")[0]
+    what = "a model's own careful decodings"
+    if study.active_blocks > 1:
+        what = f"groups of {study.active_blocks} active blocks"
     question = (
-        "Does training on a model's own careful decodings let it commit more tokens a pass at the "
+        f"Does training on {what} let it commit more tokens a pass at the "
         "same answers? TPF is that of the threshold with the most among those whose exact match is "
         f"within {100 * WITHIN:g} point of one token a step (careful). AUP is of all thresholds, "
         "with a best accuracy of 100 %."
     )
-    name = "fewer" if kind == "wordproblems" else f"fewer-{kind}"
     title = f"Fewer passes at the same answers: {kind}"
-    return Plan(name, title, question, arms, claims, start=start(data), traces=TRACES)
+    if study.active_blocks > 1:
+        title = f"Several active blocks: {kind}"
+    return Plan(name, title, question, arms, claims, start=study.start, traces=TRACES)

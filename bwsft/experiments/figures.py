@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from bwsft.experiments import primary, primary_report
 from bwsft.experiments.arms import at_budget
+from bwsft.experiments.fewer import STUDIES
 from bwsft.experiments.gradients import PARTS
 from bwsft.experiments.results import Measured
 from bwsft.experiments.statistics import mean_error
-from bwsft.experiments.thresholds import points_of
+from bwsft.experiments.thresholds import decoder, mean_curve
 
 if TYPE_CHECKING:  # a report draws its figure here; matplotlib takes a second
     from matplotlib.axes import Axes
@@ -31,27 +32,25 @@ def draw(finished: Finished) -> bytes:
         "dynamics": curves,
         "gradients": intervals,
         "decisive": budgets,
-        "fewer": trade_offs,
-        "fewer-chains": trade_offs,
-    }
+    } | dict.fromkeys(STUDIES, trade_offs)
     out = io.BytesIO()
     shapes.get(finished.plan.name, dots)(finished).savefig(out, dpi=110, format="png")
     return out.getvalue()
 
 
 def trade_offs(finished: Finished) -> Figure:
-    """Exact match over TPF, a line per arm through the means of every threshold."""
-    figure, (axis,) = panels(1, 6, 4)
-    for arm in finished.arms:
-        means = [
-            (statistics.fmean(p.tpf for p in same), statistics.fmean(p.accuracy for p in same))
-            for same in zip(*points_of(arm.cells), strict=True)
-        ]
-        rates, shares = zip(*means, strict=True)
-        axis.plot(rates, [100 * share for share in shares], "o-", label=arm.name)
-    axis.set(xlabel="tokens per forward pass", ylabel="exact match, %")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    """Exact match over TPF, a line per arm through the means of every threshold; a panel for each
+    number of active blocks."""
+    names = [name for name in finished.measures if name.startswith("tpf")]
+    figure, axes = panels(len(names), 6 * len(names), 4)
+    for axis, name in zip(axes, names, strict=True):
+        for arm in finished.arms:
+            means = mean_curve(arm.cells, name)
+            shares = [100 * point.accuracy for point in means]
+            axis.plot([point.tpf for point in means], shares, "o-", label=arm.name)
+        axis.set(xlabel=axis_label(name), ylabel="exact match, %")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
     return figure
 
 
@@ -75,7 +74,9 @@ def axis_label(name: str) -> str:
     kind, _, block = name.partition("@")
     if kind in ("nelbo", "pilot"):
         return f"NELBO at B {block}, nats per token"
-    return f"{kind} at B {block}" if block else kind.replace("cpu_seconds", "CPU seconds")
+    if kind == "tpf":
+        return f"tokens per forward pass, {decoder(block)}"
+    return f"{kind} at {decoder(block)}" if block else kind.replace("cpu_seconds", "CPU seconds")
 
 
 def dots(finished: Finished) -> Figure:

@@ -2,9 +2,10 @@
 
 A measure is a name: "nelbo@10" and "solved@10" on generated test problems, "own@10" as "solved" but
 every seed on other ones; "gsm8k@32" and "math@32" on answer files, under the ladder and under the
-paper's strict rule; "tpf@16", "aup@16" and "careful@16" of decoding by threshold (thresholds.py);
-"pilot@10", the NELBO on the half of the test problems that chooses settings and that no result is
-reported on; "gradient@8", of an update's gradient at these weights (gradients.py).
+paper's strict rule; "tpf@16", "aup@16" and "careful@16" of decoding by threshold, and "tpf@4x2"
+with 2 active blocks of 4 (thresholds.py); "pilot@10", the NELBO on the half of the test problems
+that chooses settings and that no result is reported on; "gradient@8", of an update's gradient at
+these weights (gradients.py).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class TestSet:
 def measure(name: str, source: str | None, config: c.Config, tests: TestSet, stem: str) -> dict:
     """Take one measure of the model `source` (a run folder; None: the embedded base). Answers go to
     files whose names begin with `stem`."""
-    kind, _, block = name.partition("@")
+    kind, _, decoder = name.partition("@")
+    block, _, active = decoder.partition("x")
     config = dataclasses.replace(config, block_size=int(block))
     if kind == "gradient":
         return gradients.measure(config, Path(stem).parent)
@@ -62,9 +64,8 @@ def measure(name: str, source: str | None, config: c.Config, tests: TestSet, ste
         return {"value": held_out_nelbo(trained, config, tests, pilot=kind == "pilot")}
     if kind in thresholds.KINDS:
         problems = test_problems(tests.problems, tests.generated or config.data)
-        return thresholds.measure(
-            kind, load_trained(source, device=config.device), problems, config, stem
-        )
+        trained = load_trained(source, device=config.device)
+        return thresholds.measure(kind, trained, problems, config, int(active or 1), stem)
     if kind in GENERATED:
         first = config.seed * tests.problems if kind == "own" else 0
         return solved(load_trained(source, device=config.device), config, tests, first)

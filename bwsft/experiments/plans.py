@@ -10,7 +10,7 @@ from typing import Any
 from bwsft.experiments.arms import Arm, Claim, Plan, all_at, better, with_objective
 from bwsft.experiments.decisive import decisive
 from bwsft.experiments.dense_plans import copies, copies_pilot, gradients
-from bwsft.experiments.fewer import fewer
+from bwsft.experiments.fewer import STUDIES, fewer
 from bwsft.experiments.scales import Scale
 
 OBJECTIVES = ("classical", "mdlm", "soft_masked", "rdm", "two_step", "blockwise")
@@ -237,6 +237,5 @@ PLANS: dict[str, Callable[[Scale], Plan]] = {
     "copies-pilot": copies_pilot,
     "gradients": gradients,
     "decisive": decisive,
-    "fewer": partial(fewer, "wordproblems-9-seed4"),
-    "fewer-chains": partial(fewer, "chains-6-seed4"),
+    **{name: partial(fewer, name) for name in STUDIES},
 }

@@ -201,7 +201,7 @@ def gradient_table(finished: Finished, brief: bool) -> list[list[str]]:
 
 def label(name: str) -> str:
     kind, _, block = name.partition("@")
-    return LABELS.get(kind, kind.upper()) + (f", B {block}" if block else "")
+    return LABELS.get(kind, kind.upper()) + (f", {thresholds.decoder(block)}" if block else "")
 
 
 def form(name: str) -> str:

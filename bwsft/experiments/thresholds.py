@@ -3,6 +3,7 @@ of fewer passes trains on (fewer.py)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import time
@@ -29,9 +30,10 @@ LIMITS = (
     "Limits: one start and one set of traces of each kind of problems. Exact match has a standard "
     "error of up to {error:.0f} points from the problems, which is in no interval here, and the "
     "TPF of the first table is the best of the thresholds by that exact match. A block of {B} "
-    "takes one pass at least, so that no TPF is above {B}. Learning rate and number of traces were "
-    "set after a pilot of one cell, which lost exact match on fewer traces at twice the rate; the "
-    "weight of the confidence term and the windows were not tried."
+    "takes one pass at least, so that with one active block no TPF is above {B}. Learning rate and "
+    "number of traces were set after a pilot of one cell, of blocks of 16, which lost exact match "
+    "on fewer traces at twice the rate; the weight of the confidence term and the windows were not "
+    "tried."
 )
 TRACE_SEED = 11  # of the problems that are decoded: the start was trained on others
 
@@ -56,10 +58,13 @@ def make_traces(start: str, plan: Plan, out: Path) -> None:
     run_distill(DistillOptions(model=start, data=file, out=out, batch_size=50, device="cpu"))
 
 
-def curve(trained: Trained, problems: list[dict], config: c.Config) -> Iterator[Point]:
-    """What a decoder of each threshold makes of the problems."""
+def curve(
+    trained: Trained, problems: list[dict], config: c.Config, active: int
+) -> Iterator[Point]:
+    """What a decoder of each threshold with so many active blocks makes of the problems."""
+    fixed = {"context": config.context, "rule": "threshold", "active_blocks": active}
     for threshold in THRESHOLDS:
-        options = {"context": config.context, "rule": "threshold", "threshold": threshold}
+        options = fixed | {"threshold": threshold}
         right, found = solve(trained, problems, config, f"threshold {threshold:g}", **options)
         passes = sum(generation.passes for generation in found) / len(found)
         rate = tokens_per_forward(found) or 0.0
@@ -67,12 +72,14 @@ def curve(trained: Trained, problems: list[dict], config: c.Config) -> Iterator[
 
 
 def measure(
-    kind: str, trained: Trained, problems: list[dict], config: c.Config, stem: str
+    kind: str, trained: Trained, problems: list[dict], config: c.Config, active: int, stem: str
 ) -> dict:
-    """A measure of KINDS. The model is decoded once, into a file whose name begins with `stem`."""
-    file = Path(f"{stem}-thresholds.json")
+    """A measure of KINDS. The model is decoded once with so many active blocks, into a file whose
+    name begins with `stem`."""
+    several = f"-{active}-active" if active > 1 else ""
+    file = Path(f"{stem}-thresholds{several}.json")
     if not file.exists():
-        write_atomic(file, json.dumps(list(curve(trained, problems, config))) + "\n")
+        write_atomic(file, json.dumps(list(curve(trained, problems, config, active))) + "\n")
     points = [Point(*row) for row in json.loads(file.read_text(encoding="utf-8"))]
     return {"value": figure_of(kind, points), "points": points}
 
@@ -87,10 +94,19 @@ def figure_of(kind: str, points: list[Point]) -> float:
     return max(point.tpf for point in points if point.accuracy >= careful - WITHIN - 1e-9)
 
 
+def decoder(block: str) -> str:
+    """A measure's block size, and active blocks if they are several."""
+    size, _, active = block.partition("x")
+    return f"B {size}" + (f", {active} active" if active else "")
+
+
 def how(finished: Finished) -> str:
     """What all arms share, as the end of a sentence."""
     plan = finished.plan
     arm = plan.arms[-1].config
+    windows = ""
+    if arm.objective.name == "distill":
+        windows = ", windows grow from half a block to a whole one"
     return (
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}: the embedded base, trained for "
         f"{plan.start.steps} updates on {plan.start.data} (context block_causal, blocks of "
@@ -98,7 +114,7 @@ def how(finished: Finished) -> str:
         f"problems. Every arm makes {arm.steps} updates more of {arm.batch_size} sequences at a "
         f"peak learning rate of {arm.optim.lr:g}, on those of its careful decodings of "
         f"{plan.traces} other training problems that came out right; the confidence term weighs "
-        f"{WEIGHT:g}, windows grow from half a block to a whole one. {len(finished.seeds)} seeds, "
+        f"{WEIGHT:g}{windows}. {len(finished.seeds)} seeds, "
         f"which share the starting model, the traces and {finished.tests.problems} test problems: "
         "mean ± standard error says nothing about others. FLOPs are counted."
     )
@@ -106,20 +122,24 @@ def how(finished: Finished) -> str:
 
 def section(finished: Finished) -> list[str]:
     """Markdown lines: every threshold of every arm."""
-    heads = ("arm", "threshold", "exact match", "TPF", "passes")
+    heads = ("arm", "decoder", "threshold", "exact match", "TPF", "passes")
     lines = ["## Every threshold, means over seeds", "", f"| {' | '.join(heads)} |",
-             "|---|---:|---:|---:|---:|"]  # fmt: skip
-    for arm in finished.arms:
-        for same in zip(*points_of(arm.cells), strict=True):
-            mean = Point(*(sum(values) / len(values) for values in zip(*same, strict=True)))
-            cells = (f"{mean.threshold:g}", f"{mean.accuracy:.1%}", f"{mean.tpf:.2f}",
-                     f"{mean.passes:.1f}")  # fmt: skip
-            lines.append(f"| {arm.name} | {' | '.join(cells)} |")
+             "|---|---|---:|---:|---:|---:|"]  # fmt: skip
+    names = [name for name in finished.measures if name.startswith("tpf@")]
+    for arm, name in itertools.product(finished.arms, names):
+        for mean in mean_curve(arm.cells, name):
+            cells = (arm.name, decoder(name.partition("@")[2]), f"{mean.threshold:g}",
+                     f"{mean.accuracy:.1%}", f"{mean.tpf:.2f}", f"{mean.passes:.1f}")  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
     error, B = 50 / finished.tests.problems**0.5, finished.plan.start.block_size
     limits = LIMITS.format(error=error, B=B)
     return [*lines, "", limits, ""]
 
 
-def points_of(cells: list[dict]) -> list[list[Point]]:
-    """The curve of every cell."""
-    return [[Point(*row) for row in cell["measures"]["tpf@16"]["points"]] for cell in cells]
+def mean_curve(cells: list[dict], name: str) -> list[Point]:
+    """Means over cells of a TPF's curve."""
+    curves = [[Point(*row) for row in cell["measures"][name]["points"]] for cell in cells]
+    return [
+        Point(*(sum(values) / len(values) for values in zip(*same, strict=True)))
+        for same in zip(*curves, strict=True)
+    ]

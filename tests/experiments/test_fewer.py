@@ -24,10 +24,10 @@ def test_figures_of_known_points():
     assert figure_of("aup", [*points[:-1], Point(0.3, 6.0, 0.78, 5)]) > worth
 
 
-def cell(*points):
+def cell(*points, plan=PLAN):
     shown = [list(point) for point in points]
-    taken = {f"{kind}@16": {"value": figure_of(kind, points), "points": shown}
-             for kind in thresholds.KINDS}  # fmt: skip
+    taken = {name: {"value": figure_of(name.partition("@")[0], points), "points": shown}
+             for name in plan.arms[0].measures}  # fmt: skip
     return {"measures": taken, "train": {"updates": 60, "supervised_tokens": 1, "region_tokens": 2}}
 
 
@@ -50,9 +50,27 @@ def test_the_page_shows_every_threshold(tmp_path):
     arms = [results.Measured(name, curves[name], 1e12) for name in names]
     finished = report.Finished(PLAN, scales.mini(), [0, 1], measures.TestSet(), arms, {}, 0.5)
     page = report.write(finished, tmp_path).read_text()
-    assert "| before | 1 | 80.0% | 1.50 | 9.0 |" in page
-    assert "| distill | 0.5 | 50.0% | 4.50 | 9.0 |" in page and "solves 50.0% of the test" in page
+    assert "| before | B 16 | 1 | 80.0% | 1.50 | 9.0 |" in page
+    assert "| distill | B 16 | 0.5 | 50.0% | 4.50 | 9.0 |" in page
+    assert "solves 50.0% of the test" in page
     assert page.count("at least 2 times the TPF") == 3 and "error of up to 5 points" in page
+
+
+def test_a_study_of_active_blocks_decodes_with_one_and_with_several(tmp_path):
+    plan = plans.PLANS["active-blocks"](scales.mini())
+    trained = {arm.name: arm.config.active_blocks for arm in plan.arms if arm.trained}
+    assert trained == {"blockwise": 1, "confidence": 1, "several blocks": 4,
+                       "several blocks + confidence": 4}  # fmt: skip
+    arms = [results.Measured(arm.name, [cell(Point(1.0, 2.0, 0.8, 9), plan=plan)] * 2, 1e12)
+            for arm in plan.arms]  # fmt: skip
+    finished = report.Finished(plan, scales.mini(), [0, 1], measures.TestSet(), arms, {}, 0.5)
+    page = report.write(finished, tmp_path).read_text()
+    assert "| several blocks | B 4, 4 active | 1 | 80.0% | 2.00 | 9.0 |" in page
+    assert "TPF, B 4 | AUP, B 4 | TPF, B 4, 4 active | AUP, B 4, 4 active |" in page
+    text = "several blocks has a higher AUP than before with several active blocks"
+    (claim,) = (claim for claim in plan.claims if claim.text == text)
+    assert claim.smaller == (("before", "aup@4x4"),)
+    assert claim.larger == (("several blocks", "aup@4x4"),)
 
 
 @pytest.mark.slow
@@ -63,8 +81,9 @@ def test_a_small_study_runs(tmp_path):
     def short(config):
         return dataclasses.replace(config, steps=1, save_every=1)
 
-    arms = [dataclasses.replace(arm, config=short(arm.config)) for arm in plan.arms
-            if arm.name in ("before", "distill")]  # fmt: skip
+    several = ("tpf@16", "tpf@16x2", "careful@16")
+    arms = [dataclasses.replace(arm, config=short(arm.config), measures=several)
+            for arm in plan.arms if arm.name in ("before", "distill")]  # fmt: skip
     small = dataclasses.replace(plan, arms=arms, claims=(), start=short(plan.start), traces=30)
     tests = measures.TestSet(problems=8, generated=plan.start.data)
     ran = run_plan(small, [0], tmp_path, tests, jobs=1)
@@ -73,10 +92,11 @@ def test_a_small_study_runs(tmp_path):
     assert 0 < len(lines) < 30 and all("steps" in json.loads(line) for line in lines)
     assert ran.plan.arms[1].config.data == str(traces) and ran.plan.arms[0].config.data
     for arm in ran.arms:
-        (points,) = thresholds.points_of(arm.cells)
-        assert [point.threshold for point in points] == list(thresholds.THRESHOLDS)
-        assert arm.values("tpf@16")[0] >= points[0].tpf > 0
-    files = sorted(tmp_path.glob("*-thresholds.json"))
+        for name in several[:2]:
+            points = thresholds.mean_curve(arm.cells, name)
+            assert [point.threshold for point in points] == list(thresholds.THRESHOLDS)
+            assert arm.values(name)[0] >= points[0].tpf > 0
+    files = sorted(tmp_path.glob("*-thresholds*.json"))
     before = [(file.stat().st_mtime_ns, file) for file in files]
     run_plan(small, [0], tmp_path, tests, jobs=1)
-    assert [(file.stat().st_mtime_ns, file) for file in files] == before and len(files) == 2
+    assert [(file.stat().st_mtime_ns, file) for file in files] == before and len(files) == 4
