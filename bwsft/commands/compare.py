@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from bwsft.commands.options import CompareOptions
 from bwsft.commands.speed_curve import curves, draw_curves, print_curves
 from bwsft.decoding.config import RULES
-from bwsft.decoding.pipeline import Decoder
+from bwsft.decoding.pipeline import Decoder, chosen_settings
 from bwsft.decoding.result import Commit, Generation
 from bwsft.decoding.result_file import kept_answers
 from bwsft.decoding.settings import ContextMode
@@ -150,6 +150,8 @@ def check(options: CompareOptions) -> list[str]:
         raise ValueError("bwsft compare needs --data FILE, the questions to answer")
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {options.limit}")
+    for mode in modes:  # before a large model is read
+        chosen_settings(replace(options, context=mode))
     return modes
 
 

@@ -163,6 +163,7 @@ def test_modes_are_measured_by_the_best_of_all():
     ("--cfg-scale 1", "--cfg-scale does not fit"),
     ("--suffix absent", "--suffix does not fit"),
     ("--limit 0", "--limit must be at least 1"),
+    ("--rule threshold --active-blocks 2 --model none", "active_blocks 2 needs context exact or"),
     ("--thresholds 0.9,0.5", "--thresholds needs --rule threshold"),
     ("--thresholds 0.9 --rule threshold --threshold 0.5", "takes the place of --threshold"),
     ("--thresholds 0.9,1.5 --rule threshold", "--thresholds has '1.5'"),
