@@ -73,8 +73,8 @@ class Study:
 STUDIES = {
     "fewer": Study("wordproblems-9-seed4", 32, 64, 16, 800),
     "fewer-chains": Study("chains-6-seed4", 48, 80, 16, 1200),
-    "active-blocks": Study("wordproblems-9-seed4", 32, 64, 4, 4000, active_blocks=4),
-    "active-blocks-chains": Study("chains-6-seed4", 48, 80, 4, 4000, active_blocks=4),
+    "active-blocks": Study("wordproblems-9-seed4", 32, 64, 4, 2000, active_blocks=4),
+    "active-blocks-chains": Study("chains-6-seed4", 48, 80, 4, 2000, active_blocks=4),
 }
 
 
