@@ -9,6 +9,7 @@ import warnings
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thinning import thinned
 
 from bwsft import config as c
 from bwsft import presets
@@ -260,7 +261,7 @@ TREES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", thinned(list(TREES)))
 def test_wrong_values_everywhere(reader, name):
     """Every value of a good document replaced by every odd one; by a third where that is slow."""
     _, read = reader(name)
@@ -315,6 +316,7 @@ def test_what_is_no_file(tmp_path, tokenizer, name, kind):
     assert message or kind == "dangling link"
 
 
+@pytest.mark.slow
 def test_a_line_of_50_megabytes(tmp_path, tokenizer):
     path = tmp_path / "long.jsonl"
     path.write_bytes(lines(RECORD) + b'{"query": "1", "response": "' + b"2" * 50_000_000 + b'"}\n')
