@@ -148,7 +148,7 @@ class DecodeConfig(DecodeSettings):
     @property
     def opening_share(self) -> float:
         """Of a block's open places the share that is filled when the next block opens."""
-        return self.open_share or 0.0
+        return 0.5 if self.open_share is None else self.open_share
 
     @functools.cached_property
     def method(self) -> Rule:

@@ -63,6 +63,8 @@ def curve(
 ) -> Iterator[Point]:
     """What a decoder of each threshold with so many active blocks makes of the problems."""
     fixed = {"context": config.context, "rule": "threshold", "active_blocks": active}
+    if active > 1:  # all of them open at once
+        fixed |= {"open_share": 0.0}
     for threshold in THRESHOLDS:
         options = fixed | {"threshold": threshold}
         right, found = solve(trained, problems, config, f"threshold {threshold:g}", **options)

@@ -96,7 +96,7 @@ def slow_decode(model, prompt, config, request=0, canvas=()):
     bounds = bounds_of(first, config, model.family.block_origin)
     blocks = [range(*b) for b in bounds if MASK in x[slice(*b)]]
     masked = {block: [p for p in block if x[p] == MASK] for block in blocks}
-    share = config.open_share or 0.0
+    share = 0.5 if config.open_share is None else config.open_share
     window, commits, final, entered, leader = [], [], None, 0, None
 
     def is_final():
