@@ -20,10 +20,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench_generate, "trained_problem", lambda device: trained(device, 2))
 
 
-def test_last_line_and_file(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "some", [["exact", "threshold"],
+             pytest.param(list(bench_generate.VARIANTS), marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_last_line_and_file(capsys, tmp_path, monkeypatch, some):
     monkeypatch.setattr(bench_generate, "SWEEP", ((8,), (8,), (1, 2)))
     file = tmp_path / "out.json"
-    some = ["naive", "exact", "cached", "block_causal", "threshold"]
     bench_generate.main([*TINY, "--sweep", "--variants", *some, "--json", str(file)])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(last) == {"bench", "device", "commit", "variants", "speedup"}
@@ -34,9 +37,11 @@ def test_last_line_and_file(capsys, tmp_path, monkeypatch):
     one, two, trained = json.loads(file.read_text())["points"]
     assert (one["settings"]["batch"], two["settings"]["batch"]) == (1, 2)
     extra = {r["name"]: r["extra"] for r in trained["results"]}
+    assert extra["threshold"]["steps"] < 20  # sure of most tokens
+    if "naive" not in some:
+        return
     assert extra["exact"]["agreement"] == 1 and extra["naive"]["steps"] == 40
-    # Sure of most tokens, and the cheaper context changes few of them.
-    assert extra["threshold"]["steps"] < 20 and extra["cached"]["agreement"] > 0.9
+    assert extra["cached"]["agreement"] > 0.9  # the cheaper context changes few
     assert extra["block_causal"]["passes"] == 40  # prompt and finished blocks beside them
 
 

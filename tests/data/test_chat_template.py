@@ -501,6 +501,7 @@ def test_llada_official_template():
     assert tokenizer.convert_ids_to_tokens(mask_id_for(tokenizer)) == "<|mdm_mask|>"
 
 
+@pytest.mark.slow
 @needs_data
 def test_qwens_tokenizer_without_tokenizer_json(tmp_path):
     """As Dream publishes it: vocabulary and merges beside code that is not run."""

@@ -260,6 +260,7 @@ def test_real_gsm8k_outputs(name, low, high, with_data):
     assert result["source"]["block_length"] == 32
 
 
+@pytest.mark.slow
 @needs_data
 def test_real_math_outputs():
     pytest.importorskip("math_verify", reason="math-verify comes with bwsft[eval]")

@@ -327,6 +327,7 @@ def test_a_dry_run_counts_what_a_step_takes(folder, data_file, capsys, words, to
     assert f"supervised tokens: {2 * supervised} an update" in said and "memory: " in said
 
 
+@pytest.mark.slow
 def test_a_hollow_model_counts_what_a_whole_one_takes(folder, gemma):
     config = gemma(objective=ObjectiveConfig(name="uniform", uniform=UniformConfig(0.0)))
     shape = read_config(folder)

@@ -67,6 +67,9 @@ def step(rank, kind, mode_name):
     return grads
 
 
+pytestmark = pytest.mark.slow  # test_distributed.py trains so by commands
+
+
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
     """Folder of the two ranks' gradients."""

@@ -220,6 +220,7 @@ def test_repeats_of_a_launcher_are_no_second_wish(monkeypatch, usual_interrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_the_profile_holds_the_steps_after_warm_up(tiny, capsys):
     config = tiny(profile=2, steps=7, eval=c.EvalConfig(every=0))
     assert train(config) == 0

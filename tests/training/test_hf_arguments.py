@@ -195,6 +195,7 @@ def test_an_average_of_each_process_or_of_all(start, monkeypatch):
         assert trainer.get_batch_samples(batches, 1, torch.device("cpu"))[1] == count
 
 
+@pytest.mark.slow
 def test_a_batch_size_is_found(start, monkeypatch):
     trainer, recorder = start(auto_find_batch_size=True, per_device_train_batch_size=3)
     sizes, forward = [], trainer.compute_loss
