@@ -208,8 +208,8 @@ class Canvas:
 
 
 def block_slots(planned: Planned, span: Span, most: int) -> Tensor:
-    """Of each slot of a span that begins with the first active block which of up to `most` active
-    blocks it is in: bool [S, most, W]."""
+    """Which of up to `most` active blocks each slot of a span is in, bool [S, most, W]; the span
+    begins with the first of them."""
     bounds = [[(block.start, block.stop) for block in step.window] for step in planned]
     padded = [own + [(0, 0)] * (most - len(own)) for own in bounds]
     start, stop = upload(padded, span.start.device).unsqueeze(-1).unbind(2)  # [S, most, 1]

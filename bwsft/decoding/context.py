@@ -130,7 +130,8 @@ class DecodeContext:
         """block_causal: run the active blocks of some rows, and store the finished tokens before
         them that are not stored yet."""
         self.count(rows)
-        begins = [self.finished.begins(planned)[i] for i in rows]
+        every = self.finished.begins(planned)
+        begins = [every[i] for i in rows]
         starts, stops = [self.finished.stored[i] for i in rows], [planned[i].stop for i in rows]
         seen = self.finished.seen(rows, begins, stops)
         cache, block = self.part(rows, block)

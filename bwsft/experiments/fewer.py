@@ -98,7 +98,7 @@ def fewer(name: str, scale: Scale) -> Plan:
         text = f"{way}: at least {GAIN:g} times the TPF of the model before"
         claims.append(Claim(text, ((BEFORE, f"tpf{one}"),), ((way, f"tpf{last}"),), GAIN))
         for measure, title in (("tpf", "TPF"), ("aup", "AUP")):
-            for other, at in {(BEFORE, one): 0, (BEFORE, last): 0, (PLAIN, last): 0}:
+            for other, at in dict.fromkeys([(BEFORE, one), (BEFORE, last), (PLAIN, last)]):
                 said = " with several active blocks" if at != one else ""
                 text = f"{way} has a higher {title} than {other}{said}"
                 claims.append(

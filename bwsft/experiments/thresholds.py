@@ -97,7 +97,7 @@ def figure_of(kind: str, points: list[Point]) -> float:
 
 
 def decoder(block: str) -> str:
-    """A measure's block size, and active blocks if they are several."""
+    """How a page names the block size, and several active blocks, that end a measure's name."""
     size, _, active = block.partition("x")
     return f"B {size}" + (f", {active} active" if active else "")
 
@@ -106,9 +106,11 @@ def how(finished: Finished) -> str:
     """What all arms share, as the end of a sentence."""
     plan = finished.plan
     arm = plan.arms[-1].config
-    windows = ""
+    more = ""
     if arm.objective.name == "distill":
-        windows = ", windows grow from half a block to a whole one"
+        more = ", windows grow from half a block to a whole one"
+    elif arm.active_blocks > 1:
+        more = f", and {arm.active_blocks} active blocks are decoded from the first pass on"
     return (
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}: the embedded base, trained for "
         f"{plan.start.steps} updates on {plan.start.data} (context block_causal, blocks of "
@@ -116,7 +118,7 @@ def how(finished: Finished) -> str:
         f"problems. Every arm makes {arm.steps} updates more of {arm.batch_size} sequences at a "
         f"peak learning rate of {arm.optim.lr:g}, on those of its careful decodings of "
         f"{plan.traces} other training problems that came out right; the confidence term weighs "
-        f"{WEIGHT:g}{windows}. {len(finished.seeds)} seeds, "
+        f"{WEIGHT:g}{more}. {len(finished.seeds)} seeds, "
         f"which share the starting model, the traces and {finished.tests.problems} test problems: "
         "mean ± standard error says nothing about others. FLOPs are counted."
     )

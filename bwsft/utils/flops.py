@@ -177,18 +177,19 @@ class TrainingCost:
         return draws * self.full(length, supervised, active * block)
 
 
-class Groups(NamedTuple):
-    """Groups of active blocks in a draw, on average, in blocks."""
+class GroupMeans(NamedTuple):
+    """What groups of active blocks hold on average, in blocks."""
 
-    masked: float  # tokens that are masked, at rates between 0 and 1
-    last: float  # tokens of the last group
+    masked: float  # masked tokens of a draw
+    last: float  # tokens of its last group
 
 
-def active_groups(blocks: float, active: int, tiled: bool) -> Groups:
-    """Of a response of so many blocks that a draw masks `active` of, or fewer at the end, or is
-    tiled into groups of, at rates that rise: (1 - 1/2), (1 - 1/4), ... on average."""
+def active_groups(blocks: float, active: int, tiled: bool) -> GroupMeans:
+    """What a draw's groups of up to `active` blocks hold on average, in a response of so many
+    blocks: one group that begins at any block, or, tiled, all of the response. The mask rates of a
+    group, between 0 and 1, are 1 - 1/2, 1 - 1/4, ... on average."""
     if active == 1:
-        return Groups(blocks / 2 if tiled else 0.5, 1.0)
+        return GroupMeans(blocks / 2 if tiled else 0.5, 1.0)
     whole = math.ceil(blocks)
     if tiled:
         edges = [{0, whole, *range(active - offset, whole, active)} for offset in range(active)]
@@ -196,7 +197,7 @@ def active_groups(blocks: float, active: int, tiled: bool) -> Groups:
     else:
         draws = [[min(active, whole - first)] for first in range(whole)]
     masked = sum(size - 1 + 2.0**-size for draw in draws for size in draw)
-    return Groups(masked / len(draws), sum(draw[-1] for draw in draws) / len(draws))
+    return GroupMeans(masked / len(draws), sum(draw[-1] for draw in draws) / len(draws))
 
 
 def step_flops(cost: Cost, prompt: int, gen: int, block: int, draws: int) -> dict[str, float]:

@@ -56,6 +56,10 @@ def shards_of_8(monkeypatch):
 def test_processes_make_the_same_file(source, tokenizer, tmp_path, shards_of_8, monkeypatch):
     alone, content = prepared(source, tokenizer, tmp_path / "alone")
     monkeypatch.setattr(preparation, "workers", lambda size: 3)
+    (path,) = (tmp_path / "alone").iterdir()
+    left = tmp_path / "together" / path.with_suffix(".parts").name
+    left.mkdir(parents=True)
+    (left / "000003.taken").touch()  # by a process that was killed
     here, tokenized, took, take = [], preparation.tokenized, [], preparation._take
 
     def wait_for_others(*given):

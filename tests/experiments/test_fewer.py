@@ -67,6 +67,7 @@ def test_a_study_of_active_blocks_decodes_with_one_and_with_several(tmp_path):
     page = report.write(finished, tmp_path).read_text()
     assert "| several blocks | B 4, 4 active | 1 | 80.0% | 2.00 | 9.0 |" in page
     assert "TPF, B 4 | AUP, B 4 | TPF, B 4, 4 active | AUP, B 4, 4 active |" in page
+    assert "4 active blocks are decoded from the first pass on. 2 seeds" in page
     text = "several blocks has a higher AUP than before with several active blocks"
     (claim,) = (claim for claim in plan.claims if claim.text == text)
     assert claim.smaller == (("before", "aup@4x4"),)
