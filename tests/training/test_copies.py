@@ -18,11 +18,13 @@ from tiny_modes import MASK, PLACE, batch, held_out, mode_of
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from bwsft import config as c
+from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.generate import generate
 from bwsft.models.attention import AttentionLayout, packed_layout
 from bwsft.models.dream_sdar import SdarConfig, SDARForCausalLM
 from bwsft.models.hf_decoder import new_decoder
 from bwsft.models.kv_cache import Span
-from bwsft.objectives.base import response_rows
+from bwsft.objectives.base import Draw, Objective, response_rows
 from bwsft.training.block_causal import block_size_at
 from bwsft.utils.flops import Cost, TrainingCost, flop_counter
 
@@ -183,6 +185,52 @@ def test_copies_are_what_the_decoder_computes(name, copies):
         pairs = zip(gradients(net, found), gradients(net, expected), strict=True)
         for got, right in pairs:
             torch.testing.assert_close(got, right, **CLOSE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fixed(Objective):
+    """One known draw."""
+
+    draw: Draw
+
+    def draws(self, batch, place, predict):
+        yield self.draw
+
+
+@pytest.mark.parametrize("visit", range(3))
+@pytest.mark.parametrize("name", ["llada", "absolute", "qwen2"])
+def test_a_decoder_of_two_active_blocks_meets_the_states_that_are_trained(name, visit):
+    """What its first pass commits, and how sure it is, at the state of every group of a copy."""
+    some, net = batch(canvas="fixed", visit=visit), model_of(name)
+    mode = mode_around(net, active=2)
+    (draw,) = mode.objective.draws(some, PLACE, None)
+    decode = DecodeConfig(16, 4, context="block_causal", rule="threshold", threshold=0.0,
+                          active_blocks=2, open_share=0.0, stop_at_end=False)  # fmt: skip
+    seen, mask = 0, net.family.mask_id
+    for s, edge in enumerate(some.cu_seqlens[:-1].tolist()):
+        prompt, response = int(some.prompt_lengths[s]), int(some.response_lengths[s])
+        blocks, short = mode.grid.blocks(prompt, response), int(draw.groups.offset[s])
+        for cut in range(-short, len(blocks), 2):
+            bounds = blocks[max(cut, 0) : cut + 2]
+            start, stop = bounds[0][0], bounds[-1][1]
+            if not mode.grid.at_response and stop % 4:
+                continue  # the decoder fills the last block whole
+            asked, clean = some.ids[edge : edge + prompt], some.ids[edge + prompt : edge + start]
+            state = draw.noisy.ids[edge + start : edge + stop].tolist()
+            given = clean.tolist() + [None if token == mask else token for token in state]
+            (found,) = generate(net, [asked.tolist()], decode, canvases=[given], trace=True)
+            at = {prompt + x.position: x for x in found.trace if x.step == 0}
+            places = [start + i for i, token in enumerate(state) if token == mask]
+            commits = [at[place] for place in places]
+            chosen = dataclasses.replace(
+                draw, rows=torch.tensor(places) + edge, num_rows=torch.tensor(len(places)),
+                target=torch.tensor([x.token for x in commits]), weight=torch.ones(len(places)),
+            )
+            trained = loss_of(dataclasses.replace(mode, objective=Fixed(draw=chosen)), some)
+            logs = torch.tensor([x.confidence for x in commits], dtype=torch.float64).log()
+            torch.testing.assert_close(trained.double(), -logs.sum(), **CLOSE)
+            seen += len(bounds) > 1
+    assert seen > 0
 
 
 @pytest.mark.parametrize("name", ["llada", "absolute", "bert", "modernbert"])
