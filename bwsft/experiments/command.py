@@ -33,7 +33,7 @@ def run_experiment(options: ExperimentOptions) -> int:
     seeds = list(range(options.seeds or (primary.SEEDS if plan.primary else scale.seeds)))
     if options.name.endswith("pilot"):
         seeds = [PILOT_SEED + seed for seed in range(options.seeds or 1)]
-    if plan.traces and (options.scale != "mini" or options.steps or options.model or options.data):
+    if plan.start and (options.scale != "mini" or options.steps or options.model or options.data):
         raise ValueError(f"{plan.name} has a model, data and updates of its own: leave them out")
     for arm in plan.arms:
         c.validate(arm.config)
@@ -43,7 +43,7 @@ def run_experiment(options: ExperimentOptions) -> int:
         print_plan(plan, scale, seeds)
         return 0
     tests, folder = chosen_test_set(options, scale), f"experiments-{scale.name}"
-    if plan.traces:  # of problems of its own kind
+    if plan.start:  # of problems of its own kind
         tests = dataclasses.replace(tests, generated=plan.start.data)
         folder = f"experiments-{plan.name}"
     out = Path(options.out or f"runs/{folder}")

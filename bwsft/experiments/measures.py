@@ -63,7 +63,8 @@ def measure(name: str, source: str | None, config: c.Config, tests: TestSet, ste
         trained = load_trained(source, device=config.device)
         return {"value": held_out_nelbo(trained, config, tests, pilot=kind == "pilot")}
     if kind in thresholds.KINDS:
-        problems = test_problems(tests.problems, tests.generated or config.data)
+        data = tests.generated or config.data
+        problems = test_problems(tests.problems, data, first=thresholds.PILOTED)
         trained = load_trained(source, device=config.device)
         return thresholds.measure(kind, trained, problems, config, int(active or 1), stem)
     if kind in GENERATED:

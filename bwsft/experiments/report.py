@@ -27,7 +27,7 @@ from bwsft.utils.files import write_atomic
 
 LABELS = {
     "nelbo": "NELBO", "pilot": "pilot NELBO", "solved": "solved", "own": "solved", "math": "MATH",
-    "cpu_seconds": "CPU s", "careful": "exact match, careful",
+    "cpu_seconds": "CPU s", "careful": "exact match, careful", "kept": "exact match of that TPF",
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def markdown(finished: Finished, judged: list[Judged]) -> str:
         lines += claims(judged)
     if plan.primary:
         lines += primary_report.section(finished)
-    if plan.traces:
+    if plan.start:
         lines += thresholds.section(finished)
     return "\n".join(lines)
 
@@ -126,7 +126,7 @@ def settings(finished: Finished) -> str:
     command = f"bwsft experiment {plan.name} --scale {finished.scale.name}"
     if finished.gradients:
         return f"`{command}`, {made}, {batch} sequences an update. {gradients.HOW}"
-    if plan.traces:
+    if plan.start:
         command = f"bwsft experiment {plan.name} --problems {tests.problems}"
         return f"`{command}`, {thresholds.how(finished)}"
     seconds = finished.seconds
