@@ -28,10 +28,10 @@ from bwsft.commands.export_files import (
 from bwsft.commands.model_card import model_card
 from bwsft.commands.options import ExportOptions
 from bwsft.models.backbone import Backbone
-from bwsft.models.families import token_rows, trained_beside
 from bwsft.models.grouped_experts import by_expert
 from bwsft.models.loading import model_folder
 from bwsft.models.lora import ADAPTER
+from bwsft.models.mask_row import token_rows, trained_beside
 from bwsft.models.weight_files import (
     Rows,
     opened,
