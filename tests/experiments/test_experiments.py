@@ -101,7 +101,7 @@ def test_what_is_claimed():
         claims = [claim for make in plans.PLANS.values() for claim in make(scale).claims]
         kinds = {measure.split("@")[0] for claim in claims for _, measure in claim.smaller}
         others = {"gsm8k", "math"} if scale is BIG else set()
-        assert kinds == {"nelbo", "curve", "cpu_seconds", "tpf", "aup"} | others
+        assert kinds == {"nelbo", "curve", "cpu_seconds", "tpf", "aup", "careful"} | others
 
 
 def test_the_papers_settings_row_by_row():
