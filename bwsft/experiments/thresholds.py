@@ -40,7 +40,8 @@ OF_TRACES = (
 )
 OF_GROUPS = (
     "Updates, learning rate and the thresholds above 0.9 were set after pilots of one cell each, "
-    "on other test problems: 600 updates at half the rate gave a lower TPF"
+    "on other test problems (half of these have the numbers of one of those): 600 updates at half "
+    "the rate gave a lower TPF"
 )
 TRACE_SEED = 11  # of the problems that are decoded: the start was trained on others
 
@@ -130,8 +131,9 @@ def how(finished: Finished) -> str:
     return (
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}: the embedded base, trained for "
         f"{plan.start.steps} updates on {plan.start.data} (context block_causal, blocks of "
-        f"{arm.block_size}, canvas {arm.gen_length}), solves {finished.start:.1%} of the test "
-        f"problems. Every arm makes {arm.steps} updates more of {arm.batch_size} sequences at a "
+        f"{arm.block_size}, canvas {arm.gen_length}), solves {finished.start:.1%} of "
+        f"problems like the test's. Every arm makes {arm.steps} updates more of "
+        f"{arm.batch_size} sequences at a "
         f"peak learning rate of {arm.optim.lr:g}, {made}; the confidence term weighs {WEIGHT:g}"
         f"{more}. {len(finished.seeds)} seeds, which share the starting model, the problems and "
         f"{finished.tests.problems} test problems: "

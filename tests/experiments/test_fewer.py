@@ -26,6 +26,15 @@ def test_figures_of_known_points():
     assert figure_of("aup", [*points[:-1], Point(0.3, 6.0, 0.78, 5)]) > worth
 
 
+def test_studies_report_on_problems_that_no_setting_was_chosen_on(monkeypatch):
+    seen, data = [], "chains-6-seed4"
+    monkeypatch.setattr(measures, "load_trained", lambda *_, **__: None)
+    monkeypatch.setattr(thresholds, "measure", lambda kind, trained, some, *_: seen.extend(some))
+    measures.measure("tpf@16", None, PLAN.start, measures.TestSet(5, generated=data), "")
+    every = measures.test_problems(thresholds.PILOTED + 5, data)
+    assert seen == every[thresholds.PILOTED :] and len(seen) == 5
+
+
 def cell(*points, plan=PLAN):
     shown = [list(point) for point in points]
     taken = {name: {"value": figure_of(name.partition("@")[0], points), "points": shown}
@@ -54,7 +63,7 @@ def test_the_page_shows_every_threshold(tmp_path):
     page = report.write(finished, tmp_path).read_text()
     assert "| before | B 16 | 1 | 80.0% | 1.50 | 9.0 |" in page
     assert "| distill | B 16 | 0.5 | 50.0% | 4.50 | 9.0 |" in page
-    assert "solves 50.0% of the test" in page
+    assert "solves 50.0% of problems like" in page
     assert page.count("has at least 2 times the TPF") == 3 and "error of up to 5 points" in page
 
 
