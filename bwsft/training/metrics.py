@@ -73,16 +73,15 @@ def column(path: Path, records: list[dict], name: str) -> list[float]:
 def plot_run(folder: Path) -> Path:
     """Draw loss (with a running mean), held-out value, learning rate and gradient norm into
     loss.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # and not pyplot, whose state is the caller's
 
     folder = Path(folder)
     log, eval_log = folder / "metrics.jsonl", folder / "eval.jsonl"
     metrics, evals = read_log(log), read_log(eval_log)
     steps, losses = [r["step"] for r in metrics], column(log, metrics, "loss")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    figure = Figure(figsize=(10, 4))
+    margins = {"left": 0.07, "right": 0.93, "bottom": 0.12, "top": 0.92, "wspace": 0.25}
+    left, right = figure.subplots(1, 2, gridspec_kw=margins)
     left.plot(steps, losses, color="0.8", lw=1, label="loss of the step")
     # A step's loss depends on the mask rates it drew: the mean over 5 % of the run is readable.
     left.plot(steps, running_mean(losses, max(len(losses) // 20, 5)), lw=2, label="running mean")
@@ -101,7 +100,6 @@ def plot_run(folder: Path) -> Path:
     norm_axis.set_ylabel("gradient norm", color="tab:red")
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120, format="png")
-    plt.close(figure)
     write_atomic(folder / "loss.png", drawn.getvalue())
     return folder / "loss.png"
 

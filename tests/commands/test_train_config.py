@@ -29,6 +29,12 @@ def test_a_printed_config_is_read_back(name, tmp_path, capsys):
     path.write_text(printed([name], capsys))
     assert parse_train(["--config", str(path)]) == presets.PRESETS[name]()
     assert "# Peak learning rate.\n  lr: " in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["debug", "released", "diffusiongemma-26b-lora"])
+def test_a_printed_config_holds_what_was_changed(name, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(printed([name], capsys))
     words = ["--optim.lr", "3e-4", "--dataset.subset", "no", f"--config={path}"]
     changed = parse_train([name, *words])
     assert (changed.optim.lr, changed.dataset.subset) == (3e-4, "no")

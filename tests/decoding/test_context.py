@@ -200,7 +200,7 @@ def config_of(size, blocks, steps_per_block=None, **fields):
 
 @pytest.mark.parametrize(
     ("context", "origin", "rule"),
-    thinned(itertools.product(MODES, ["response", "absolute"], RULES)),
+    thinned(itertools.product(MODES, ["response", "absolute"], RULES), 4),
     ids=lambda value: value.get("rule", f"quota{len(value)}") if isinstance(value, dict) else value,
 )
 def test_every_mode_and_rule_equals_the_slow_decoder(context, origin, rule):
@@ -251,7 +251,7 @@ CASES |= {name: (mode, {}, options) for name, (mode, options) in PER_MODE.items(
 
 
 @pytest.mark.filterwarnings("ignore:refresh")
-@pytest.mark.parametrize("case", thinned(CASES))
+@pytest.mark.parametrize("case", thinned(CASES, 5))
 def test_every_option_equals_the_slow_decoder(case):
     context, family, options = CASES[case]
     seen = set()

@@ -70,17 +70,17 @@ def test_same_losses_and_weights_as_our_loop(flat, make_run, tmp_path, case):
 
 
 def test_accumulation_changes_nothing(flat, make_run, tmp_path):
-    """1 x 4, 2 x 2 and 4 x 1, also where the epoch's last update has two sequences of 30. In
+    """1 x 4, 2 x 2 and 4 x 1, also where the epoch's last update has two sequences of 10. In
     float64, or Adam would blow up the rounding of small gradients; the Trainer logs float32."""
-    data = dataclasses.replace(HOLDOUT["dataset"], limit=38)
-    config = flat(dataset=data, context="cached", draws_per_context=2, steps=9)
+    data = dataclasses.replace(HOLDOUT["dataset"], limit=18)
+    config = flat(dataset=data, context="cached", draws_per_context=2, steps=4)
     run = make_run(config)
     losses = []
     for size in (4, 2, 1):
         model, where = copy.deepcopy(run.backbone.model).double(), tmp_path / "hf"
         split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         trainer, recorder = trainer_of(model, config, run.files.tokenizer, where, **split)
-        assert len(trainer.train_dataset) == 30
+        assert len(trainer.train_dataset) == 10
         trainer.train()
         losses.append(recorder.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
