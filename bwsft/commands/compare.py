@@ -132,8 +132,6 @@ def check(options: CompareOptions) -> list[str]:
     thresholds = options.threshold_list()
     if len(set(modes)) < len(modes) or len(modes) * max(1, len(thresholds)) < 2:
         raise ValueError("--modes needs at least two modes, each once (with --thresholds one)")
-    if thresholds and (options.rule != "threshold" or options.threshold is not None):
-        raise ValueError("--thresholds needs --rule threshold, and takes the place of --threshold")
     if options.plot and not thresholds:
         raise ValueError("--plot draws the curve of --thresholds: give some")
     if only := getattr(RULES.get(options.rule), "only_context", None):
@@ -150,8 +148,14 @@ def check(options: CompareOptions) -> list[str]:
         raise ValueError("bwsft compare needs --data FILE, the questions to answer")
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {options.limit}")
-    for mode in modes:  # before a large model is read
-        chosen_settings(replace(options, context=mode))
+    rule = chosen_settings(replace(options, context=None)).get("rule")  # before a model is read
+    if thresholds and (rule != "threshold" or options.threshold is not None):
+        raise ValueError("--thresholds needs --rule threshold, and takes the place of --threshold")
+    for mode in modes:
+        try:
+            chosen_settings(replace(options, context=mode))
+        except ValueError as error:
+            raise ValueError(f"--modes has {mode}: {error}") from error
     return modes
 
 

@@ -40,6 +40,9 @@ def run_distill(options: DistillOptions) -> int:
     decoder = Decoder.load(options.model, options)
     if decoder.config.method.revising:
         raise ValueError(f"rule {decoder.config.rule} revises tokens: a trace commits each once")
+    if decoder.config.active_blocks > 1:
+        raise ValueError("--active-blocks: the objective distill trains on blocks whose prefix is "
+                         "finished, so decode one at a time")
     prompts = decoder.encode([question for question, _ in asked])
     facts = {
         "run": decoder.digest(), **decoder.identity(), "data": short(asked), "task": options.task,

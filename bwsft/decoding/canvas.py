@@ -170,8 +170,8 @@ class Canvas:
         key, early = (self.requests[owner], noise_step, position), None
         if rule.config.min_length:
             early = position - self.prompts[owner] < rule.config.min_length
-        several = rule.config.active_blocks
-        blocks = None if several == 1 else block_slots(planned, block, several)
+        several = rule.config.active_blocks > 1
+        blocks = block_slots(planned, block) if several else None
         return Active(planned, block, quota, flat, masked, asked, slots, places, key, early, blocks)
 
     def write(self, active: Active, best: LinearArgmax, change: Change, step: int) -> None:
@@ -207,12 +207,13 @@ class Canvas:
         return final_rows(responses, self.family.mask_id, ends)
 
 
-def block_slots(planned: Planned, span: Span, most: int) -> Tensor:
-    """Which of up to `most` active blocks each slot of a span is in, bool [S, most, W]; the span
-    begins with the first of them."""
+def block_slots(planned: Planned, span: Span) -> Tensor:
+    """Which of its up to g active blocks each slot of a span is in, bool [S, g, W]; the span begins
+    with the first of them."""
     bounds = [[(block.start, block.stop) for block in step.window] for step in planned]
+    most = max(map(len, bounds))
     padded = [own + [(0, 0)] * (most - len(own)) for own in bounds]
-    start, stop = upload(padded, span.start.device).unsqueeze(-1).unbind(2)  # [S, most, 1]
+    start, stop = upload(padded, span.start.device).unsqueeze(-1).unbind(2)  # [S, g, 1]
     position = span.positions()[:, None]
     return (start <= position) & (position < stop)
 

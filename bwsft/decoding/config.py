@@ -98,6 +98,8 @@ class DecodeConfig(DecodeSettings):
                     f"{name} belongs to rule {' or '.join(rules)}, and the rule is {self.rule}"
                 )
             self._check_positive(name)
+        if self.threshold is not None and self.threshold > 1:
+            raise ValueError(f"threshold is a probability, from 0 to 1, not {self.threshold}")
         for name, choices in (("schedule", Schedule), ("revise", Revise), ("order", Order)):
             self._check_choice(name, choices)
         self.method.check()

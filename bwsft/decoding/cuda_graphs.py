@@ -35,7 +35,7 @@ MOST_KEPT = 128
 @dataclass
 class GraphedPasses:
     """`hidden_states` and `active_hidden_states` of a backbone, for one batch of rows and one
-    context cache. A result is good until the next call: recordings share their memory.
+    context cache. A result is a copy: recordings share their memory, in which any of them writes.
 
     Shapes are recorded when they come for the second time: a recording costs two forwards, and
     under a dynamic rule many never come back. `record(run)` runs the forward and returns (replay,
@@ -103,7 +103,7 @@ class GraphedPasses:
         for name, value in inputs.items():
             buffers[name].copy_(value)
         replay()
-        return output
+        return output.clone()
 
 
 def graphed(model: Backbone) -> GraphedPasses:

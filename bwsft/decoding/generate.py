@@ -232,6 +232,6 @@ def poll(canvas: Canvas, outcome: Outcome, nan: Tensor, step: int, config: Decod
     for name, column in columns.items():
         parts[name], found = found[: column.numel()], found[column.numel() :]
     if "filled" in parts:
-        counts, several = parts["filled"], config.active_blocks
+        counts, several = parts["filled"], len(parts["filled"]) // size
         parts["filled"] = [counts[i : i + several] for i in range(0, len(counts), several)]
     return Seen.nothing(size)._replace(**parts)

@@ -27,7 +27,7 @@ from bwsft.checkpoints.resolve import (
 )
 from bwsft.data.chat_template import Prompt, Template
 from bwsft.data.tokenizer import chunks, load_tokenizer
-from bwsft.decoding.config import DecodeConfig
+from bwsft.decoding.config import RULES, DecodeConfig
 from bwsft.decoding.generate import decode_stream
 from bwsft.decoding.recipes import RECIPES
 from bwsft.decoding.request import check_request
@@ -264,6 +264,15 @@ def load_verifier_for(trained: Trained, path: str) -> Verifier:
     return load_verifier(path, dtype=weight.dtype, device=weight.device)
 
 
+def recipe_settings(recipe: str, rule: str | None) -> dict:
+    """What a recipe sets; beside another rule than its own without the options of that."""
+    settings = RECIPES[recipe].settings
+    own = settings.get("rule")
+    if own is None or rule in (None, own):
+        return settings
+    return {name: v for name, v in settings.items() if name not in RULES[own].options()}
+
+
 def chosen_settings(options: DecoderOptions) -> dict:
     """The fields of DecodeConfig that the options set, and those of their recipe that they leave
     open; ValueError for those that can't be, found before a large model is read as far as no
@@ -271,7 +280,7 @@ def chosen_settings(options: DecoderOptions) -> dict:
     settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(DecodeSettings)}
     settings = {name: value for name, value in settings.items() if value is not None}
     if options.recipe is not None:
-        settings = RECIPES[options.recipe].settings | settings
+        settings = recipe_settings(options.recipe, options.rule) | settings
     known = dict(settings)
     if not {"gen_length", "block_size"} <= settings.keys():  # one that the other options fit
         size = max(settings.get("steps", 1), options.min_length, 1)

@@ -73,7 +73,7 @@ class DecodeSettings:
     those after the first one only tokens that the model is sure of; default 1."""
     open_share: float | None = None
     """Of a block's tokens the share after which the next one opens, with several active blocks;
-    default 0.5, and at 0 all open at once."""
+    default 0.5. 0: all at once, also of blocks that one step may fill."""
     order: Order | None = None
     """Which tokens go first; default: confidence, under rule entropy entropy."""
     cfg_scale: float = 0.0

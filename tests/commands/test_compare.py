@@ -8,7 +8,8 @@ import jsonl
 import pytest
 
 from bwsft.cli import main
-from bwsft.commands.compare import agreement, divergence
+from bwsft.commands.compare import agreement, check, divergence
+from bwsft.commands.options import CompareOptions
 from bwsft.commands.speed_curve import curves
 from bwsft.data import word_problems
 from bwsft.decoding.pipeline import Decoder
@@ -163,8 +164,9 @@ def test_modes_are_measured_by_the_best_of_all():
     ("--cfg-scale 1", "--cfg-scale does not fit"),
     ("--suffix absent", "--suffix does not fit"),
     ("--limit 0", "--limit must be at least 1"),
-    ("--rule threshold --active-blocks 2 --model none", "active_blocks 2 needs context exact or"),
+    ("--rule threshold --active-blocks 2 --model no", "--modes has cached: active_blocks 2 needs"),
     ("--thresholds 0.9,0.5", "--thresholds needs --rule threshold"),
+    ("--thresholds 0.9,0.5 --recipe dream", "--thresholds needs --rule threshold"),
     ("--thresholds 0.9 --rule threshold --threshold 0.5", "takes the place of --threshold"),
     ("--thresholds 0.9,1.5 --rule threshold", "--thresholds has '1.5'"),
     ("--thresholds 0.9,0.9 --rule threshold", "--thresholds has '0.9'"),
@@ -174,6 +176,11 @@ def test_modes_are_measured_by_the_best_of_all():
 def test_what_compares_nothing_is_one_line(questions, capsys, words, message):
     assert main(["compare", "--data", str(questions), *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_recipe_may_set_the_rule_of_thresholds(questions):
+    options = CompareOptions(data=questions, modes="exact", recipe="llada2", thresholds="1,0.9")
+    assert check(options) == ["exact"]
 
 
 def test_data_is_needed(capsys):

@@ -115,6 +115,11 @@ def test_a_training_on_traces_goes_on_bit_for_bit(data, tmp_path, context, capsy
     assert "is not what" in capsys.readouterr().err
 
 
+def test_one_active_block_is_traced(data, tmp_path, capsys):
+    assert distill(data, tmp_path / "out", "--rule", "threshold", "--active-blocks", "2") == 2
+    assert "decode one at a time" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_records_without_traces_are_refused(tmp_path, capsys):
     words = "train debug --objective.name distill --steps 1 --data"
     rows = [{"query": "1+1", "response": "2"}] * 3

@@ -140,6 +140,7 @@ def test_text_is_final_without_mask_before_its_end(canvas, final):
     ({"threshold": 0.8}, "threshold belongs to rule threshold or edit or speculative, and the"),
     ({"rule": "factor", "entropy_bound": 1.0}, "entropy_bound belongs to rule entropy"),
     ({"rule": "threshold", "threshold": -0.1}, "threshold must be 0 or positive"),
+    ({"rule": "threshold", "threshold": 90}, "threshold is a probability, from 0 to 1, not 90"),
     ({"rule": "factor", "steps": 8}, "steps belongs to rule quota or .* is factor"),
     ({"rule": "apd", "steps": 8}, "steps belongs to rule quota or dream or threshold or first_"),
     ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),

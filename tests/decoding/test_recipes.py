@@ -219,3 +219,12 @@ def test_a_recipe_sets_what_the_options_leave_open():
             own = dataclasses.replace(own, steps=None)
         changed = DecodeConfig(**chosen_settings(own))
         assert (changed.temperature, changed.gen_length) == (0, 4) and changed.rule == config.rule
+    # Another rule comes without what the recipe sets for its own.
+    for recipe, rule, gone in (
+        ("llada-instruct-gsm8k", "speculative", "steps"), ("llada2", "speculative", "threshold"),
+        ("llada2.1", "threshold", "edit_threshold"),
+    ):  # fmt: skip
+        settings = chosen_settings(DecoderOptions(recipe=recipe, rule=rule))
+        assert settings["rule"] == rule and gone not in settings
+        kept = RECIPES[recipe].settings.items()
+        assert all(settings[k] == v for k, v in kept if k in ("gen_length", "block_size"))

@@ -13,6 +13,8 @@ import tyro
 
 from bwsft import cli, presets
 from bwsft import config as c
+from bwsft.commands import compare
+from bwsft.commands.options import CompareOptions
 from bwsft.commands.train import parse_train
 from bwsft.commands.train_flags import spellings
 from bwsft.version import __version__
@@ -72,7 +74,9 @@ def parse(words, monkeypatch):
     real = tyro.cli
 
     def parsed(*arguments, **options):
-        real(*arguments, **options)
+        found = real(*arguments, **options)
+        if isinstance(found, CompareOptions):
+            compare.check(found)
         raise Parsed
 
     monkeypatch.setattr(tyro, "cli", parsed)
