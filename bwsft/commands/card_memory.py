@@ -18,7 +18,13 @@ from bwsft_kernels.implementations import GPU_BYTES
 from torch import Tensor, nn
 
 from bwsft import config as c
-from bwsft.commands.hollow_run import by_layers, is_on_a_card, mode_of, nominal_batch
+from bwsft.commands.hollow_run import (
+    by_layers,
+    is_on_a_card,
+    mode_of,
+    nominal_batch,
+    worst_offset,
+)
 from bwsft.models.backbone import Backbone, trainable
 from bwsft.models.hollow import layer_kinds
 from bwsft.models.support import STACKED
@@ -122,7 +128,7 @@ def bytes_of(config: c.Config, backbone: Backbone) -> np.ndarray:
     """[PHASES * PARTS]: what lives when each phase of an update after the first has most, in its
     last micro-batch."""
     card, size, mode = is_on_a_card(config), config.micro_batch_size, mode_of(config, backbone)
-    batch = nominal_batch(config, backbone, size)
+    batch = nominal_batch(config, backbone, size, worst_offset(config, backbone))
     optimizer, live = make_optimizer(backbone, config.optim), watched(backbone, card)
     begin(optimizer, live, accumulates=config.batch_size > size)
     with live:

@@ -150,14 +150,17 @@ def masked(config: c.Config) -> float:
 
 def count(config: c.Config, shape: Any) -> Counted:
     """What a step on one nominal sequence takes, for a model's config."""
-    return Counted(*by_layers(config, shape, step_of).tolist())
+    return Counted(*(round(number) for number in by_layers(config, shape, step_of)))
 
 
 def step_of(config: c.Config, backbone: Backbone) -> np.ndarray:
-    """The fields of Counted, of one nominal sequence."""
-    batch, tokens, run = nominal_batch(config, backbone, 1), [], backbone.run_layers
+    """The fields of Counted, of one nominal sequence; with several active blocks the mean over the
+    ways to cut it in groups."""
+    tokens, run = [], backbone.run_layers
     backbone.run_layers = lambda ids, *rest: tokens.append(len(ids)) or run(ids, *rest)
     with flop_counter() as flops:
-        for loss in mode_of(config, backbone).losses(batch, Place(0, 0, 1, batch.ids.numel())):
-            loss.total.backward()
-    return np.array([sum(tokens), flops.get_total_flops()])
+        for offset in range(config.active_blocks):
+            batch = nominal_batch(config, backbone, 1, offset)
+            for loss in mode_of(config, backbone).losses(batch, Place(0, 0, 1, batch.ids.numel())):
+                loss.total.backward()
+    return np.array([sum(tokens), flops.get_total_flops()]) / config.active_blocks

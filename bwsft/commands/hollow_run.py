@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bwsft import config as c
 from bwsft.checkpoints.resolve import TINY
@@ -25,7 +26,8 @@ from bwsft.models.families import Facts, read_config
 from bwsft.models.hollow import as_on_a_card, hollow_backbone, layer_kinds, with_layers
 from bwsft.models.llada_config import LladaConfig
 from bwsft.models.weight_files import read_json
-from bwsft.objectives.blockwise import Blockwise
+from bwsft.objectives.active_blocks import groups_of
+from bwsft.objectives.blockwise import Blockwise, mask_spec
 from bwsft.objectives.classical import Classical
 from bwsft.objectives.uniform import Uniform
 from bwsft.presets import is_for_a_gpu
@@ -77,11 +79,34 @@ def is_on_a_card(config: c.Config) -> bool:
     return config.device.startswith("cuda") or config.device == "auto" and is_for_a_gpu(config)
 
 
-def nominal_batch(config: c.Config, backbone: Backbone, size: int) -> Batch:
-    """So many nominal sequences, packed."""
+def nominal_batch(config: c.Config, backbone: Backbone, size: int, offset: int = 0) -> Batch:
+    """So many nominal sequences, packed; with several active blocks at visits at which their groups
+    have this offset."""
     rows = [np.zeros(length, dtype=np.int64) for length in nominal(config)]
     examples = [Example(*rows, number) for number in range(size)]
-    return pack(examples, layout_of(config, backbone.family))
+    batch = pack(examples, layout_of(config, backbone.family))
+    if config.active_blocks > 1:
+        batch = dataclasses.replace(batch, visits=visits_of(batch, config, offset))
+    return batch
+
+
+def visits_of(batch: Batch, config: c.Config, offset: int) -> Tensor:
+    """Visits [S] of the sequences at which their groups of active blocks have this offset."""
+    visits = torch.arange(64 * config.active_blocks)  # all miss it once in 10^27 runs
+    every = dataclasses.replace(
+        batch, sample_ids=batch.sample_ids.repeat_interleave(len(visits)),
+        visits=visits.repeat(batch.num_sequences),
+    )  # fmt: skip
+    found = groups_of(every, config.seed, config.active_blocks).offset == offset
+    return found.view(-1, len(visits)).long().argmax(1)
+
+
+def worst_offset(config: c.Config, backbone: Backbone) -> int:
+    """The offset of groups of active blocks whose last group is one block: the clean row, which
+    ends before that, is longest."""
+    shape = (torch.tensor([length]) for length in nominal(config))
+    blocks = int(mask_spec(config, backbone.family).grid.num_blocks(*shape))
+    return (1 - blocks) % config.active_blocks
 
 
 def mode_of(config: c.Config, backbone: Backbone) -> ContextMode:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import os
 import statistics
@@ -176,8 +178,10 @@ def meter(config: c.Config, timed: bool = False) -> dict:
     """FLOPs, tokens and, if `timed`, CPU seconds of an update, taken on the first few of a training
     that is thrown away.
 
-    Rates and blocks vary from update to update; FLOPs per token hardly do.
+    Rates and blocks vary from update to update; FLOPs per token hardly do. Where blocks shrink, the
+    first few of each size count for its share of the updates.
     """
+    from bwsft.training.block_causal import block_size_at
     from bwsft.training.run_files import open_run
     from bwsft.training.setup import setup
     from bwsft.training.trainer import train_step
@@ -188,12 +192,18 @@ def meter(config: c.Config, timed: bool = False) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         config = dataclasses.replace(config, out=str(Path(scratch) / "run"))
         run = setup(config, *open_run(config))
-        with flop_counter() as flops:
-            steps = [train_step(run, i) for i in range(METERED)]
+        total, tokens, size_at = 0.0, 0.0, functools.partial(block_size_at, config)
+        for _, updates in itertools.groupby(range(config.steps), size_at):
+            of_size = list(updates)
+            taken = of_size[:METERED]
+            with flop_counter() as flops:
+                steps = [train_step(run, i) for i in taken]
+            share = len(of_size) / config.steps / len(taken)
+            total += share * flops.get_total_flops()
+            tokens += share * sum(step.tokens for step in steps)
         for i in range(METERED, METERED + TIMED if timed else METERED):
             began = time.process_time()
             train_step(run, i)
             seconds.append(time.process_time() - began)
-    tokens = sum(step.tokens for step in steps)
-    found = {"flops_per_token": flops.get_total_flops() / tokens, "tokens": tokens / METERED}
+    found = {"flops_per_token": total / tokens, "tokens": tokens}
     return {**found, "cpu_seconds": statistics.median(seconds)} if timed else found

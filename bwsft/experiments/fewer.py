@@ -115,7 +115,7 @@ def fewer(name: str, scale: Scale) -> Plan:
         f"Does training on {what} let it commit more tokens a pass at the "
         "same answers? TPF is that of the threshold with the most among those whose exact match is "
         f"within {100 * WITHIN:g} point of one token a step (careful), both of the same trained "
-        "model. AUP is of all thresholds, "
+        "model; where no other is, that of careful itself. AUP is of all thresholds, "
         "with a best accuracy of 100 %."
     )
     title = f"Fewer passes at the same answers: {kind}"

@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import json
 import platform
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -136,8 +138,9 @@ def how(finished: Finished) -> str:
         f"{arm.batch_size} sequences at a "
         f"peak learning rate of {arm.optim.lr:g}, {made}; the confidence term weighs {WEIGHT:g}"
         f"{more}. {len(finished.seeds)} seeds, which share the starting model, the problems and "
-        f"{finished.tests.problems} test problems: "
-        "mean ± standard error says nothing about others. FLOPs are counted."
+        f"{finished.tests.problems} test problems, {len(repeats(finished))} of which differ in "
+        "more than names and things: mean ± standard error says nothing about others. FLOPs are "
+        "counted."
     )
 
 
@@ -152,10 +155,20 @@ def section(finished: Finished) -> list[str]:
             cells = (arm.name, decoder(name.partition("@")[2]), f"{mean.threshold:g}",
                      f"{mean.accuracy:.1%}", f"{mean.tpf:.2f}", f"{mean.passes:.1f}")  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
-    error, B = 50 / finished.tests.problems**0.5, finished.plan.start.block_size
+    share = sum((n / finished.tests.problems) ** 2 for n in repeats(finished).values())
+    error, B = 50 * share**0.5, finished.plan.start.block_size
     settings = OF_TRACES if finished.plan.traces else OF_GROUPS
     limits = LIMITS.format(error=error, B=B, settings=settings)
     return [*lines, "", limits, ""]
+
+
+def repeats(finished: Finished) -> Counter[str]:
+    """How often each test problem comes: those that differ in names and things alone are one."""
+    from bwsft.experiments.measures import test_problems
+
+    data = finished.tests.generated or finished.plan.start.data
+    problems = test_problems(finished.tests.problems, data, first=PILOTED)
+    return Counter(re.sub("[A-Za-z ]+", "", f"{p['query']}|{p['response']}") for p in problems)
 
 
 def mean_curve(cells: list[dict], name: str) -> list[Point]:

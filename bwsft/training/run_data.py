@@ -126,6 +126,7 @@ def follow_data(
 
     gen_length is the least multiple of the block size that holds 99 % of the responses and leaves
     room for 90 % of the prompts, max_length the longest example, up to the model's positions.
+    ValueError for options that such lengths do not fit.
     """
     size, positions = config.block_size, family.max_positions
     if None not in (config.gen_length, config.max_length):
@@ -147,6 +148,7 @@ def follow_data(
         max_length=min(longest, both.quantile(1.0)),
     )
     say(f"lengths of the data: --gen-length {found.gen_length} --max-length {found.max_length}")
+    c.validate(found)  # as a run that goes on from what is stored has to be
     return found
 
 

@@ -14,7 +14,7 @@ from bwsft import config as c
 from bwsft import presets
 from bwsft.checkpoints.resolve import TINY
 from bwsft.cli import main
-from bwsft.commands import dry_run, hollow_run
+from bwsft.commands import card_memory, dry_run, hollow_run
 from bwsft.decoding.recipes import RECIPES
 from bwsft.models.families import family_of, model_class, wrap
 from bwsft.models.loading import load_backbone, new_backbone
@@ -36,6 +36,23 @@ MODES = {
         "objective": ObjectiveConfig(pairs=True, context_grad=False, weight="flat", empty="skip"),
     },
 }
+
+
+def test_groups_cost_what_they_do_on_average_and_take_the_most_that_they_may():
+    """Of several active blocks, whatever the seed: a group may end, and the clean row with it, at
+    every block."""
+    config = dataclasses.replace(
+        presets.debug(), context="block_causal", active_blocks=3, batch_size=1, micro_batch_size=1
+    )
+    assert config.gen_length == 5 * config.block_size
+    shape, peaks = hollow_run.shape_of(config), []
+    # The clean row ends before the last group, of 3, 1 or 2 blocks.
+    tokens = config.max_length - 8 * (3 + 1 + 2) // 3 + config.gen_length
+    for seed in range(2):
+        one = dataclasses.replace(config, seed=seed)
+        peaks.append(sum(card_memory.peak_of(one, shape).values()))
+        assert dry_run.count(one, shape).tokens == tokens
+    assert max(peaks) == pytest.approx(min(peaks), rel=1e-3)  # what is masked varies
 
 
 @pytest.mark.parametrize("name", thinned(MODES, 2))

@@ -11,6 +11,9 @@ from scipy import stats as scipy_stats
 from bwsft.cli import main
 from bwsft.experiments import decisive, estimate, measures, pilots, primary, scales
 from bwsft.experiments.arms import Plan, Primary, only
+from bwsft.experiments.primary_report import section
+from bwsft.experiments.report import Finished
+from bwsft.experiments.results import Measured
 from bwsft.experiments.runner import Meters, settle
 
 SCALE = scales.shifted()
@@ -184,7 +187,11 @@ def test_some_arms_take_their_pilots_and_their_claims_along():
                     "one copy, 800", "one pair, 800"]  # fmt: skip
     assert not plan.primary
     names = [f"{w}, {b}" for w in ("one copy", "one pair", "four copies") for b in BUDGETS]
-    assert only(PLAN, names).primary == [PLAN.primary[2]]
+    some = only(PLAN, names)
+    assert some.primary == [PLAN.primary[2]]
+    arms = [Measured(arm.name, [], None) for arm in some.arms]
+    page = "\n".join(section(Finished(some, SCALE, [], None, arms)))
+    assert "block_causal with several copies" in page and "FLOPs of" not in page
 
 
 @pytest.fixture

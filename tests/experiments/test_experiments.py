@@ -16,6 +16,7 @@ from bwsft.experiments import cells, estimate, measures, plans, report, results,
 from bwsft.experiments import statistics as st
 from bwsft.experiments.arms import only
 from bwsft.experiments.runner import Contents, Meters, cells_of, check_test_set, measured, settle
+from bwsft.utils.flops import flop_counter
 
 MINI, BIG = scales.mini(), scales.eight_b()
 SCALES = [MINI, scales.debug(), BIG, scales.eight_b("released")]
@@ -316,6 +317,19 @@ def test_8b_dry_run_prints_updates_tokens_flops_and_hours(preset, capsys):
     assert main(["experiment", "table", "--scale", "8b", "--preset", preset, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "classical" in out and "1,638,400" in out and "A100 hours" in out
+
+
+@pytest.mark.slow
+def test_shrinking_blocks_are_metered_at_every_size(tiny, tmp_path):
+    """Three updates, three and six of the sizes 16, 8 and 4: at most four of each stand for all."""
+    config = tiny(context="block_causal", block_size_schedule=0.5, steps=12,
+                  eval=c.EvalConfig(every=0))  # fmt: skip
+    found = cells.meter(config)
+    with flop_counter() as flops:
+        done = cells.train_cell(tmp_path / "whole", config)
+    assert found["tokens"] == pytest.approx(done["tokens"] / 12, rel=0.02)
+    per_token = flops.get_total_flops() / done["tokens"]
+    assert found["flops_per_token"] == pytest.approx(per_token, rel=0.02)
 
 
 @pytest.mark.slow

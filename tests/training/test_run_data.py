@@ -119,6 +119,9 @@ def test_lengths_follow_the_data(tiny, model_folder, tmp_path, lengths, given, e
     found = follow_data(config, tokenizer, family)
     assert (found.gen_length, found.max_length) == expected
     assert follow_data(found, tokenizer, family) is found
+    blocks = found.gen_length // config.block_size
+    with pytest.raises(ValueError, match=f"--active-blocks {blocks + 1} are more than"):
+        follow_data(dataclasses.replace(config, active_blocks=blocks + 1), tokenizer, family)
     assert len(plan_data(found, tokenizer, family).train_index) >= len(lengths) * 3 // 4 - 1
 
 
