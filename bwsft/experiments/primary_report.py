@@ -25,8 +25,8 @@ LIMITS = (
     "edge of its five values may not be the best.",
     "FLOPs are counted, not seconds: on a CPU small draws take longer than their FLOPs say.",
     "Multipliers end at the ends of the curves, which have two points each. Their p-values come "
-    "from a bootstrap, which is too sure far out: at the aim itself, with ten seeds, 0.8 % of them "
-    "are below 0.28 %, the level of six ways and three claims.",
+    "from a bootstrap, which is too sure far out: at the aim itself 0.5 to 0.8 % of them, by "
+    "simulation, are below 0.28 %, the level of six ways and three claims.",
 )
 
 
