@@ -2,8 +2,8 @@
 
 Such a decoder works on up to g unfinished blocks in a row. The first is filled the most, and the
 next one opens once a share of it is filled (MultiTF of Multi-Block Diffusion, arXiv:2606.29215;
-D2F, arXiv:2508.09192). A group of blocks 1..n, where n = g, or less at the response's end, is
-masked so:
+D2F, arXiv:2508.09192). Each visit cuts a response in groups of g blocks, of which the first is
+short by any number of blocks and the last has what remains. A group of blocks 1..n is masked so:
 
 1. Block 1 gets its rate pi_1 and its marks as if it were active alone.
 2. pi_{j+1} ~ U(pi_j, high): a later block is masked more, at pi_j = high - (high - low) / 2^j on
@@ -18,6 +18,7 @@ but for 2. Within a block tokens weigh as if it were active alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,6 @@ from bwsft.objectives.base import (
     between,
     response_rows,
     row_list,
-    sequence_u24,
 )
 from bwsft.objectives.block_choice import num_blocks
 
@@ -40,35 +40,35 @@ if TYPE_CHECKING:
     from bwsft.data.packing import Batch
 
 
-def with_later_blocks(
+def mask_groups(
     batch: Batch,
     spec: MaskSpec,
-    first: MaskedBatch,
-    draw: Tensor,  # [S] numbers of the draws that masked the first blocks
-    factor: Tensor | None,  # [S] fp64, of the weights
+    chosen: Tensor,  # [S] a block of each group, whichever it is
+    draw: Tensor,  # [S] numbers of the draws that mask the first blocks
+    factor: Tensor,  # [S] fp64, of the weights
     active: int,
 ) -> MaskedBatch:
-    """Masks of groups of `active` blocks, of which the first blocks are masked already; each block
-    has an equal share of the weight. `block_length` is the group's, the lists have T entries, and
-    `rate` and `count` stay the first block's."""
-    rows, masked, stop = response_rows(batch), first, first.block_start + first.block_length
-    blocks, rate = num_blocks(batch, spec), rate24(first)
+    """Masks of the groups of up to `active` blocks that hold the blocks `chosen`; each block of a
+    group has an equal share of the weight. `block_length` is the group's, the lists have T entries,
+    and `block`, `rate` and `count` are the first block's."""
+    rows, offset = response_rows(batch), groups_of(batch, spec.seed, active, MASK32).offset
+    begin = chosen - (chosen + offset) % active  # below 0 where the first group is short
+    first, end = begin.clamp(min=0), torch.minimum(begin + active, num_blocks(batch, spec))
+    mask = functools.partial(
+        block_mask, batch.ids, batch.prompt_lengths, batch.response_lengths, spec,
+        cu_seqlens=batch.cu_seqlens, sample_ids=batch.sample_ids,
+        factor=factor / (end - first),
+    )  # fmt: skip
+    masked = own = mask(draw=draw, block=first)
+    rate = rate24(masked)
     for later in range(1, active):
-        number = number_of(draw, later, active)
+        number, block = number_of(draw, later, active), first + later
         rate = rate_after(rate, number, batch.sample_ids, spec)
-        block = first.block + later
-        own = block_mask(
-            batch.ids, batch.prompt_lengths, batch.response_lengths, spec,
-            cu_seqlens=batch.cu_seqlens, sample_ids=batch.sample_ids, draw=number,
-            block=torch.minimum(block, blocks - 1), rate=rate, factor=factor,
-        )  # fmt: skip
-        exists = block < blocks
-        stop = torch.where(exists, own.block_start + own.block_length, stop)
-        there = exists[rows.owner] & (rows.position >= own.block_start[rows.owner])
+        own = mask(draw=number, block=torch.minimum(block, end - 1), rate=rate)
+        there = (block < end)[rows.owner] & (rows.position >= own.block_start[rows.owner])
         masked = joined(masked, own, there)
-    size = (blocks - first.block).clamp(max=active)
-    weight = masked.row_weight / size[rows.owner[masked.rows]]
-    return dataclasses.replace(masked, row_weight=weight, block_length=stop - first.block_start)
+    stop = own.block_start + own.block_length  # of the group's last block
+    return dataclasses.replace(masked, block_length=stop - masked.block_start)
 
 
 def number_of(draw: Tensor, later: int, active: int) -> Tensor:
@@ -77,10 +77,11 @@ def number_of(draw: Tensor, later: int, active: int) -> Tensor:
     return MASK32 - (draw * (active - 1) + later - 1)
 
 
-def groups_of(batch: Batch, seed: int, active: int) -> Groups:
+def groups_of(batch: Batch, seed: int, active: int, word: int = 0) -> Groups:
     """How the responses of a visit are cut in groups: the first one is short by any number of
-    blocks, with equal chances."""
-    u24 = sequence_u24(batch, seed, Stream.BLOCK, batch.visits)
+    blocks, with equal chances. Word 0 of the visit chooses a block where one is chosen: MASK32,
+    which is no block's number, is independent of that."""
+    u24 = philox_u24(word, batch.visits, batch.sample_ids, seed=seed, stream=Stream.BLOCK)
     return Groups(active, active * u24 >> 24)
 
 

@@ -33,11 +33,11 @@ def chances(batch: Batch, spec: MaskSpec, order: str) -> Tensor | None:
     return (stop - start).clamp(min=0)
 
 
-def importance(batch: Batch, spec: MaskSpec, order: str, block: Tensor) -> Tensor | None:
-    """1 / (rho M) of blocks [S] that `chances` drew, in fp64; None: 1 of each."""
+def importance(batch: Batch, spec: MaskSpec, order: str, block: Tensor) -> Tensor:
+    """1 / (rho M) of blocks [S] that `chances` drew, in fp64."""
     weights = chances(batch, spec, order)
     if weights is None:
-        return None
+        return torch.ones_like(block, dtype=torch.float64)
     blocks = num_blocks(batch, spec)
     weights = weights.masked_fill(_block_index(batch, spec) >= blocks[:, None], 0).double()
     return weights.sum(1) / weights.gather(1, block[:, None])[:, 0] / blocks

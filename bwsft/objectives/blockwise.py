@@ -31,11 +31,12 @@ second is empty, and the first, which is the decoder's first state, weighs as bo
 every pair weighs 1, and each state in expectation what it weighs without pairs: the pair estimates
 the same NELBO. At weight "flat" each token weighs exactly 1/|I_a| in every pair.
 
-With g active blocks (active_blocks.py) the blocks a, ..., a + g - 1 are masked at once, at rates
-that rise: pi_{j+1} ~ U(pi_j, high). Each is weighed as above, over the number n of blocks in the
-group (g, or fewer at the end): the loss is the mean over j = 1..n of that of a block beside j - 1
-which are masked less and n - j which are masked more. In block_causal each response is cut in such
-groups, of which the first may be short, and no block sees those after it.
+With g active blocks (active_blocks.py) every visit cuts the response in groups of g, of which the
+first may be short. The group that holds block a is masked at once, at rates that rise: pi_{j+1} ~
+U(pi_j, high). Each of its n blocks is weighed as above, over n: the loss is the mean over j = 1..n
+of that of a block beside j - 1 which are masked less and n - j which are masked more. A block is in
+a group of n with each of its n blocks as a, so every block weighs 1/M in expectation, as in
+block_causal, where a draw masks all groups and no block sees those after its own.
 
 The weight 1 ("sum") takes the sum over masked tokens, as the paper's Eq. 8 and 9 write it.
 
@@ -56,7 +57,7 @@ from bwsft_kernels import MaskedBatch, MaskSpec, Stream, block_mask
 from bwsft_kernels.philox import philox_u24
 from torch import Tensor
 
-from bwsft.objectives.active_blocks import groups_of, joined, rising_rates, with_later_blocks
+from bwsft.objectives.active_blocks import groups_of, joined, mask_groups, rising_rates
 from bwsft.objectives.base import (
     IGNORE,
     ONE24,
@@ -127,23 +128,23 @@ class Blockwise(Objective):
         for number in range(self.draws_per_visit):
             masked = self.mask(batch, number, block)
             if self.active_blocks > 1:
-                masked = self.with_later_blocks(batch, masked, number, block)
+                masked = self.mask_groups(batch, masked.block, number, block)
             draw = with_suffix(batch, masked, suffix) if suffix else draw_of(batch, masked)
             yield dataclasses.replace(
                 draw, block_start=masked.block_start,
                 block_length=masked.block_length, number=number, of=self.draws_per_visit,
             )  # fmt: skip
 
-    def with_later_blocks(
-        self, batch: Batch, first: MaskedBatch, draw: int, block: int | None
+    def mask_groups(
+        self, batch: Batch, chosen: Tensor, draw: int, block: int | None
     ) -> MaskedBatch:
-        """Mask number `draw` of a visit with the blocks that are active beside those of `mask`."""
+        """Mask number `draw` of a visit of the groups that hold the blocks `chosen` [S]."""
         if block is None:
-            factor = importance(batch, self.spec, self.order, first.block)
+            factor = importance(batch, self.spec, self.order, chosen)
         else:
             factor = 1 / num_blocks(batch, self.spec).double()
         number = self.number(batch, draw, block)
-        return with_later_blocks(batch, self.spec, first, number, factor, self.active_blocks)
+        return mask_groups(batch, self.spec, chosen, number, factor, self.active_blocks)
 
     def number(self, batch: Batch, draw: int, block: int | None) -> Tensor:
         """What names the words of draw `draw` of a visit, or of its mask of this block, [S]."""

@@ -276,7 +276,7 @@ def make_mode(
     cuda = device.type == "cuda"
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=cuda)
     grid = BlockGrid(config.block_size, family.block_origin)
-    active = config.active_blocks  # of which a response has fewer at its end
+    active = config.active_blocks  # or fewer, in the first and the last group of a response
     even = config.dataset.canvas == "fixed" and grid.at_response and active == 1
     common = (backbone, objective, grid, device, autocast, even, config.objective.confidence,
               active)  # fmt: skip

@@ -186,18 +186,18 @@ class GroupMeans(NamedTuple):
 
 def active_groups(blocks: float, active: int, tiled: bool) -> GroupMeans:
     """What a draw's groups of up to `active` blocks hold on average, in a response of so many
-    blocks: one group that begins at any block, or, tiled, all of the response. The mask rates of a
-    group, between 0 and 1, are 1 - 1/2, 1 - 1/4, ... on average."""
+    blocks: the group of a block that is chosen uniformly or, tiled, all of the response. The mask
+    rates of a group, between 0 and 1, are 1 - 1/2, 1 - 1/4, ... on average."""
     if active == 1:
         return GroupMeans(blocks / 2 if tiled else 0.5, 1.0)
-    whole = math.ceil(blocks)
-    if tiled:
-        edges = [{0, whole, *range(active - offset, whole, active)} for offset in range(active)]
-        draws = [[b - a for a, b in itertools.pairwise(sorted(some))] for some in edges]
-    else:
-        draws = [[min(active, whole - first)] for first in range(whole)]
-    masked = sum(size - 1 + 2.0**-size for draw in draws for size in draw)
-    return GroupMeans(masked / len(draws), sum(draw[-1] for draw in draws) / len(draws))
+    whole, masked, last = math.ceil(blocks), 0.0, 0.0
+    for offset in range(active):
+        edges = sorted({0, whole, *range(active - offset, whole, active)})
+        sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+        chances = [1.0 if tiled else size / whole for size in sizes]  # that a draw masks the group
+        masked += sum(p * (n - 1 + 2.0**-n) for p, n in zip(chances, sizes, strict=True)) / active
+        last += (sizes[-1] if tiled else sum(n * n for n in sizes) / whole) / active
+    return GroupMeans(masked, last)
 
 
 def step_flops(cost: Cost, prompt: int, gen: int, block: int, draws: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from tiny_theory import EOS, gradient, log_p, model
 from tiny_theory import MASK as TOY_MASK
 
 from bwsft.data.packing import CanvasLayout, Example, pack
-from bwsft.objectives.active_blocks import number_of
+from bwsft.objectives.active_blocks import groups_of, number_of
 from bwsft.objectives.blockwise import Blockwise
 from bwsft.objectives.nelbo import FIRST_DRAW
 from bwsft.utils.flops import active_groups
@@ -81,43 +81,43 @@ def objective_of(active, order="uniform", draws=1, one_pass=False, **options):
 @pytest.mark.parametrize("active", [2, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_group_of_blocks_against_a_plain_reference(active, name, batch_of):
-    """The first block is that of a run with one active block, mark for mark; the others have rates
-    between that of the block before and the highest, from words of their own."""
+    """The group of the visit's cut that holds the chosen block. Its first block is masked as if it
+    were active alone; the others have rates between that of the block before and the highest, from
+    words of their own."""
     options = OPTIONS[name]
     origin = options.get("block_origin", "response")
     some = batch_of(LENGTHS, visit=range(60), canvas="fixed", origin=origin)
-    group, alone = objective_of(active, **options), objective_of(1, **options)
-    spec, sizes, weights = group.spec, collections.Counter(), torch.zeros(60).double()
-    high = spec.bounds24[1]
-    pairs = zip(*(o.draws(some, PLACE, None) for o in (group, alone)), strict=True)
-    for number, (draw, one) in enumerate(pairs):
-        part = draw.noisy
+    group, sizes = objective_of(active, **options), collections.Counter()
+    spec, weights, high = group.spec, torch.zeros(60).double(), group.spec.bounds24[1]
+    for number, draw in enumerate(group.draws(some, PLACE, None)):
+        part, whole = draw.noisy, some.select(draw.noisy.sample_ids.tolist())
         place = number // group.draws_per_visit if group.order == "all" else None
-        _, masked = corrupt(
-            part_of(some, part), spec, group.order, draw.number, group.draws_per_visit, block=place)
+        how = group.order, draw.number, group.draws_per_visit
+        _, masked = corrupt(whole, spec, *how, block=place)
         region = 0
-        rows = zip(rows_of(part, draw), rows_of(part, one), strict=True)
-        for s, ((noisy, own), (_, first)) in enumerate(rows):
+        for s, (noisy, own) in enumerate(rows_of(part, draw)):
             prompt, response = int(part.prompt_lengths[s]), int(part.response_lengths[s])
-            clean = part_of(some, part).ids[part.cu_seqlens[s] : part.cu_seqlens[s + 1]].tolist()
+            clean = whole.ids[part.cu_seqlens[s] : part.cu_seqlens[s + 1]].tolist()
             blocks = spec.grid.blocks(prompt, response)
             a, sample, visit = int(masked.block[s]), int(part.sample_ids[s]), int(part.visits[s])
-            if place is not None:
-                visit = visit * len(blocks) + a
-            taken = blocks[a : a + active]
-            sizes[len(taken)] += 1
-            expected, rate = dict(first), round(float(masked.rate[s]) * ONE24)
+            offset = u24(Stream.BLOCK, 2**32 - 1, visit, sample) * active >> 24
+            cell = (a + offset) // active
+            taken = [x for b, x in enumerate(blocks) if (b + offset) // active == cell]
+            sizes[len(taken), taken[0] == blocks[0]] += 1
             factor = {"mean": 1, "sum": len(blocks)}[spec.block_factor]
             if place is not None:
-                factor /= len(blocks)
+                visit, factor = visit * len(blocks) + a, factor / len(blocks)
             chances = {"rising": range(1, len(blocks) + 1), "length": [j - i for i, j in blocks]}
             if of := chances.get(group.order):
                 factor *= sum(of) / of[a] / len(blocks)
-            for later, (start, stop) in enumerate(taken[1:], 1):
-                drawn = visit * group.draws_per_visit + draw.number
-                own_number = 2**32 - 1 - (drawn * (active - 1) + later - 1)
-                rate += (high - rate) * u24(Stream.RATE, 0, own_number, sample) >> 24
-                marks = plain_block(start, stop, own_number, sample, rate, spec.empty)
+            drawn, expected = visit * group.draws_per_visit + draw.number, {}
+            for later, (start, stop) in enumerate(taken):
+                if later == 0:
+                    marks, rate = plain_first(start, stop, drawn, sample, spec)
+                else:
+                    own_number = 2**32 - 1 - (drawn * (active - 1) + later - 1)
+                    rate += (high - rate) * u24(Stream.RATE, 0, own_number, sample) >> 24
+                    marks = plain_block(start, stop, own_number, sample, rate, spec.empty)
                 weight = {"count": len(marks), "flat": stop - start, "sum": 1}[spec.weight]
                 expected |= {p: (clean[p], factor / weight) for p in marks}
             assert own.keys() == expected.keys()
@@ -131,16 +131,11 @@ def test_a_group_of_blocks_against_a_plain_reference(active, name, batch_of):
             region += length
             weights[sample] += sum(w for _, w in own.values()) / draw.of
         assert int(draw.region) == region
-    assert set(sizes) == set(range(1, active + 1))
+    assert set(sizes) >= {(n, first) for n in range(1, active + 1) for first in (False, True)}
     if spec.weight == "count" and group.order in ("uniform", "all"):
         blocks = spec.grid.num_blocks(some.prompt_lengths, some.response_lengths)
         total = blocks if spec.block_factor == "sum" else torch.ones(60)
         torch.testing.assert_close(weights, total.double(), rtol=1e-6, atol=0)
-
-
-def part_of(some, part):
-    """The clean sequences of a batch that a part of it has."""
-    return some.select(part.sample_ids.tolist())
 
 
 @pytest.mark.parametrize(("active", "options"), [
@@ -179,6 +174,32 @@ def test_groups_of_all_blocks_against_a_plain_reference(active, options, batch_o
     assert set(firsts) == set(range(active))
 
 
+@pytest.mark.parametrize("order", ["uniform", "rising", "traversal", "all"])
+@pytest.mark.parametrize(("active", "blocks"), [(2, 4), (4, 4), (2, 5), (4, 5)])
+def test_every_block_weighs_the_same(active, blocks, order, batch_of):
+    """1/M on average over 2,000 visits, within five standard errors, as in block_causal; and the
+    visit's cut is independent of its block, by chi-squared."""
+    size = 2000
+    for origin, shape in (("response", (3, 4 * blocks)), ("absolute", (3, 4 * blocks - 5))):
+        some = batch_of([shape] * size, visit=range(size), origin=origin)
+        objective = objective_of(active, order, block_origin=origin)
+        edges = torch.tensor([stop for _, stop in objective.spec.grid.blocks(*shape)])
+        assert len(edges) == blocks
+        found = torch.zeros(size, blocks).double()
+        for draw in objective.draws(some, PLACE, None):  # of all sequences, which are alike
+            place = torch.searchsorted(edges, draw.noisy.position_ids[draw.rows], right=True)
+            owner = draw.rows // sum(shape)
+            found.index_put_((owner, place.clamp(max=blocks - 1)), draw.weight.double(), True)
+        error = 5 * found.std(0) / math.sqrt(size) + 1e-6
+        assert ((found.mean(0) - 1 / blocks).abs() <= error).all()
+        if order in ("uniform", "traversal"):
+            chosen = corrupt(some, objective.spec, order)[1].block
+            both = chosen * active + groups_of(some, SEED, active, 2**32 - 1).offset
+            mean, free = size / blocks / active, blocks * active - 1
+            squares = ((both.bincount(minlength=free + 1) - mean) ** 2 / mean).sum()
+            assert squares < free + 5 * math.sqrt(2 * free)
+
+
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("active", [1, 3])
 def test_what_the_formulas_count(active, one_pass, batch_of):
@@ -188,15 +209,13 @@ def test_what_the_formulas_count(active, one_pass, batch_of):
     objective = objective_of(active, one_pass=one_pass, weight="flat", empty="skip")
     (draw,) = objective.draws(some, PLACE, None)
     found = active_groups(5, active, one_pass)
-    per_response = torch.zeros(600).index_add_(
-        0, torch.searchsorted(some.cu_seqlens[1:], draw.rows[: int(draw.num_rows)].int(),
-                              right=True), torch.ones(int(draw.num_rows)))  # fmt: skip
-    error = 5 * float(per_response.std()) / math.sqrt(600)
-    assert float(per_response.mean()) == pytest.approx(4 * found.masked, abs=error)
-    if one_pass and active > 1:
-        last = 4 * ((4 + draw.groups.offset) % active + 1).float()
-        error = 5 * float(last.std()) / math.sqrt(600)
-        assert float(last.mean()) == pytest.approx(4 * found.last, abs=error)
+    masked = (draw.rows[: draw.num_rows] // 23).bincount(minlength=600).float()
+    last = torch.full((600,), 4)
+    if active > 1:
+        last = 4 * ((4 + draw.groups.offset) % active + 1) if one_pass else draw.block_length
+    for counts, mean in ((masked, found.masked), (last.float(), found.last)):
+        error = 5 * float(counts.std()) / math.sqrt(600)
+        assert float(counts.mean()) == pytest.approx(4 * mean, abs=error)
 
 
 def test_every_block_has_words_of_its_own():
@@ -221,7 +240,8 @@ def subsets(block):
 
 
 def chances():
-    """{masked tokens of the first and of the second block: chance}, both active, rates on (0, 1).
+    """{masked tokens of each active block: chance}, rates on (0, 1). Half of the cuts have both
+    blocks in one group, and half of the rest is each one's alone.
 
     A first block that masks something has the density x^k (1 - x)^(n - k) (n + 1) / n of its rate
     x; the second one's is y = x + (1 - x) u.
@@ -232,7 +252,9 @@ def chances():
         k, n, m, size = len(one), 3, len(other), 2
         first = x**k * (1 - x) ** (n - k) * (n + 1) / n
         second = y**m * (1 - y) ** (size - m) + (m == 1) * (1 - y) ** size / size
-        found[one, other] = float((mass * first * second).sum())
+        found[one, other] = float((mass * first * second).sum()) / 2
+    for n, alone in zip((3, 2), map(subsets, BLOCKS), strict=True):
+        found |= {(s,): 1 / (4 * n * math.comb(n, len(s))) for s in alone}
     return found
 
 
@@ -245,32 +267,32 @@ def states(size=6000):
     (draw,) = objective.draws(some, PLACE, None)
     weight = torch.zeros(size * 7).index_add_(0, draw.rows, draw.weight).view(size, 7)[:, 2:]
     seen = []
-    for start, own in zip(draw.block_start.tolist(), weight, strict=True):
-        marks = own.nonzero()[:, 0].tolist()
-        parts = [tuple(p for p in marks if p in range(*b)) for b in BLOCKS if b[1] > start - 2]
+    bounds = (draw.block_start - 2).tolist(), draw.block_length.tolist()
+    for start, length, own in zip(*bounds, weight, strict=True):
+        marks, inside = own.nonzero()[:, 0].tolist(), range(start, start + length)
+        parts = [tuple(p for p in marks if p in range(*b)) for b in BLOCKS if b[0] in inside]
         seen.append((tuple(parts), own.double()))
     return seen
 
 
 def test_chances_of_states_and_what_the_loss_estimates():
-    """Chi-squared of the states of both blocks; and the expected loss and gradient are the mean
-    over groups of the mean over their blocks of the mean cross-entropy of the masked tokens."""
-    both, seen = chances(), states()
-    assert sum(both.values()) == pytest.approx(1, abs=1e-12)
-    counts = collections.Counter(s for s, _ in seen if len(s) == 2)
-    total = sum(counts.values())
-    assert abs(total - 3000) < 5 * math.sqrt(1500)
-    squares = sum((counts[s] - total * p) ** 2 / (total * p) for s, p in both.items())
-    assert len(both) == 21 and set(counts) == set(both) and squares < 20 + 5 * math.sqrt(40)
-    weights = dict(seen)
+    """Chi-squared of the states; and the expected loss and gradient are the mean over groups of the
+    mean over their blocks of the mean cross-entropy of the masked tokens."""
+    of, drawn = chances(), states()
+    assert sum(of.values()) == pytest.approx(1, abs=1e-12)
+    counts, total = collections.Counter(s for s, _ in drawn), len(drawn)
+    squares = sum((counts[s] - total * p) ** 2 / (total * p) for s, p in of.items())
+    assert len(of) == 31 and set(counts) == set(of) and squares < 30 + 5 * math.sqrt(60)
+    weights = dict(drawn)
     net, expected, integral = model(5), 0.0, 0.0
-    last = {(s,): 1 / (2 * math.comb(2, len(s))) for s in subsets(BLOCKS[1])}
-    for state, p in (both | last).items():
+    for state, p in of.items():
         masked = [i for part in state for i in part]
-        hidden = [*PROMPT, *(TOY_MASK if i in masked else x for i, x in enumerate(RESPONSE))]
-        cost = -log_p(net, [hidden])[0, 2:].gather(1, torch.tensor(RESPONSE)[:, None])[:, 0]
-        expected += p / 2 * (weights[state] * cost).sum()
-        integral += p / 2 * torch.stack([cost[list(part)].mean() for part in state]).mean()
+        after = 5 if masked[-1] > 2 else 3  # the hidden suffix
+        seen = (TOY_MASK if i in masked or i >= after else x for i, x in enumerate(RESPONSE))
+        log = log_p(net, [[*PROMPT, *seen]])[0, 2:]
+        cost = -log.gather(1, torch.tensor(RESPONSE)[:, None])[:, 0]
+        expected += p * (weights[state] * cost).sum()
+        integral += p * torch.stack([cost[list(part)].mean() for part in state]).mean()
     truth = gradient(net, integral)
     assert truth.abs().max() > 1e-3 and expected.item() == pytest.approx(integral.item(), rel=3e-7)
     torch.testing.assert_close(
