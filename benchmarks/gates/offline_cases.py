@@ -132,7 +132,8 @@ def _gumbel_rows():
 def _select_rows(full: bool):
     target, weight = torch.zeros(ROWS, dtype=torch.int64), torch.empty(ROWS) if full else None
     excluded = V - 1 if full else None
-    _select_rows_triton.launch(target, weight, -100, V, excluded, full, ROWS, compact=not full)
+    _select_rows_triton.launch(
+        target, weight, -100, V, excluded, full, ROWS, ROWS, compact=not full)
 
 
 def _small(dtype, full: bool):

@@ -202,6 +202,7 @@ BAD_CALLS = {
     "prompt_lengths": dict(prompt_lengths=torch.tensor([3, 4])),
     "response_lengths": dict(response_lengths=torch.tensor([9, 9, 9])),
     "sample_id": dict(sample_ids=torch.tensor([0, -1])),
+    r"sample_ids must lie in \[0, 2\^56\)": dict(sample_ids=torch.tensor([0, 1 << 56])),
     "draw": dict(draw=torch.tensor([0])),
     "block": dict(block=torch.tensor([0, 3])),
     "cover every block": dict(block_weights=torch.ones(2, 2).long()),

@@ -8,6 +8,7 @@ from bwsft_kernels import linear_cross_entropy
 from thinning import thinned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.checkpoint import checkpoint
 
 T, D, V = 12, 6, 37
 OPS = torch.ops.bwsft_kernels
@@ -132,8 +133,26 @@ def test_vmap_and_second_derivatives_are_refused():
     def gradient(x):
         return torch.func.grad(linear_cross_entropy)(x, weight, target).sum()
 
-    with pytest.raises(RuntimeError, match="second derivative"):
+    with pytest.raises(RuntimeError, match="take torch.nn.functional.cross_entropy of all logits"):
         torch.func.grad(gradient)(x.detach())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("head", [True, False])
+def test_checkpoints_recompute_it(reduction, head):
+    """Which give every saved tensor once."""
+    x, weight, target, bias = problem(head)
+
+    def checkpointed(*args, linear_bias, **options):
+        return checkpoint(
+            lambda x, b: linear_cross_entropy(x, *args[1:], linear_bias=b, **options), args[0],
+            linear_bias, use_reentrant=False)  # fmt: skip
+
+    found, expected = (
+        loss_and_grads(f, x, weight, target, bias, reduction=reduction)
+        for f in (checkpointed, linear_cross_entropy)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

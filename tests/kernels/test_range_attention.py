@@ -78,6 +78,15 @@ def test_short_sequences_take_one_call_each():
         assert sum(mask.numel() for mask in masked) <= most
 
 
+def test_inference_mode_gives_the_same():
+    found = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            plan, _ = range_plan(torch.tensor([3, 9]), torch.tensor([13, 8]), 4)
+            found.append(range_attention(*cases.tensors(plan, torch.float32, (2, 1), 8)[:3], plan))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("clean", ["block", "causal"])
 def test_gradcheck(clean):
     plan, _ = range_plan(torch.tensor([2, 1]), torch.tensor([3, 2]), 2, clean=clean)

@@ -22,6 +22,8 @@ def checked(inputs: MaskInputs, spec: MaskSpec) -> MaskInputs:
     """
     if checking(inputs.ids):
         _check_places(inputs)
+        fits = ((inputs.sample_ids >= 0) & (inputs.sample_ids < 1 << 56)).all()
+        require(fits, lambda: "sample_ids must lie in [0, 2^56)")
         for name, draw in (("draw", inputs.draw), ("block_draw", inputs.block_draw)):
             if draw is not None:
                 fits = ((draw >= 0) & (draw <= MASK32)).all()

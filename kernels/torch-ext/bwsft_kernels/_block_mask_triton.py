@@ -69,6 +69,7 @@ def _list_rows(
             ones = marks.to(tl.int64)
             slot = before[:, None] + tl.cumsum(ones, axis=1) - ones
             before += tl.sum(ones, axis=1)
+            marks = marks & (slot < R)  # lengths that don't fit write nowhere else
             row = (row_start + start)[:, None] + offset + tl.arange(0, BLOCK_B)[None, :]
             tl.store(rows_out[0] + slot, row, mask=marks)
             target = tl.load(ids_ptr + row, mask=marks, other=0)

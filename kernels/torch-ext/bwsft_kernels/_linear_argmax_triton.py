@@ -150,6 +150,7 @@ def head_argmax(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # [N] int64, then fp32
     """(token, confidence, entropy or None, margin or None)."""
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+    bias = None if bias is None else bias.contiguous()
     (size, hidden), vocabulary = x.shape, len(weight)
     numbers = x.new_empty(3, size, dtype=torch.float32)
     token = torch.empty(size, dtype=torch.int64, device=x.device)

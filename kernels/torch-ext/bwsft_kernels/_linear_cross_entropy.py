@@ -65,7 +65,8 @@ def linear_cross_entropy(
         target.numel(), len(linear_weight))
     dtype = matmul_dtype(input, linear_weight, linear_bias)
     wide = torch.promote_types(dtype, torch.float32)
-    smoothing = per_row(label_smoothing, "label_smoothing", target, wide)
+    smoothing = label_smoothing if isinstance(label_smoothing, Tensor) else None
+    smoothing = per_row(smoothing, "label_smoothing", target, wide)
     flat = target.reshape(-1)
     rows = select_rows(
         flat, per_row(row_weight, "row_weight", target, wide), smoothing, len(linear_weight),
@@ -130,7 +131,8 @@ def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple:
     """Gradients of x, weight and bias; upstream is a scalar, or [N] for "none"."""
     needs, grads = ctx.settings[-1], [None] * 3
     if upstream is not None:
-        inputs, kept = ctx.saved_tensors[:6], Swept(*ctx.saved_tensors[6:])
+        saved = ctx.saved_tensors  # read once: a checkpoint recomputes them for one reading
+        inputs, kept = saved[:6], Swept(*saved[6:])
         options = LossOptions(*ctx.settings[:-1])
         if options.by_row:
             grads = _none_bwd(upstream, *inputs, *ctx.settings)

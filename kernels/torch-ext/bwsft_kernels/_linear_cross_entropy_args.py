@@ -75,6 +75,10 @@ def _advice(value: object) -> str:
 
 
 def check_target(target: Tensor, input: Tensor) -> None:
+    if not isinstance(target, Tensor):
+        raise ValueError(f"target must be a tensor, not {type(target).__name__}")
+    if target.device != input.device:
+        raise ValueError(f"target is on {target.device}, but input on {input.device}: move it")
     if target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError("target must hold class numbers; probability targets are unsupported")
     if target.shape != input.shape[:-1]:
@@ -88,12 +92,15 @@ def check_options(
 ) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}')
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, not {softcap}")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be positive and finite, not {softcap}; None is none")
     if excluded_id is not None and not (0 <= excluded_id < vocabulary and vocabulary > 1):
         raise ValueError(f"excluded_id must lie in [0, {vocabulary}), not {excluded_id}")
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
+    if not isinstance(label_smoothing, Tensor | float | int):
+        raise ValueError(f"label_smoothing must be a number or a tensor, not "
+                         f"{type(label_smoothing).__name__}")
     if not isinstance(label_smoothing, Tensor) and not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], not {label_smoothing}")
     if num_rows is not None and not 0 <= num_rows <= rows:
@@ -116,11 +123,17 @@ def matmul_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dt
 
 
 def per_row(
-    value: Tensor | float | None, name: str,  # [...]
+    value: Tensor | None, name: str,  # [...] or a 0-dim tensor, which may be on any device
     target: Tensor, dtype: torch.dtype,  # [...]
-) -> Tensor | None:  # [T]; None for a number
-    if not isinstance(value, Tensor):
+) -> Tensor | None:  # [T]
+    if value is None:
         return None
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(value).__name__}")
+    if not value.dim():
+        value = value.to(target.device)
+    if value.device != target.device:
+        raise ValueError(f"{name} is on {value.device}, but target on {target.device}: move it")
     if value.requires_grad:
         raise ValueError(f"{name} gets no gradient; detach it")
     if value.shape not in (target.shape, ()):

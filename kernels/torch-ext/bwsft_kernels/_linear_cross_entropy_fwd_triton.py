@@ -216,4 +216,5 @@ def _prepare(
         smoothing = smoothing.contiguous()
     else:
         smoothing = x.new_full((len(x),), smoothing, dtype=torch.float32) if smoothing else None
+    bias = None if bias is None else bias.contiguous()
     return (close(x), close(weight), bias), smoothing

@@ -119,15 +119,20 @@ def _apart(function: Callable) -> Callable:
     return call
 
 
+# What has a second derivative, of functions that have none with impl="torch" either.
+INSTEAD = {"linear_cross_entropy": "torch.nn.functional.cross_entropy of all logits"}
+
+
 def _ignore(ctx: object, inputs: tuple, output: object) -> None:
     """The setup_context of what has no gradient."""
 
 
 def _refuse_derivative(name: str) -> Callable:
-    public = name.removesuffix("_bwd")
+    public = name.removesuffix("_bwd").removesuffix("_none")
     if public != name:
-        text = (f"{public} has no second derivative (double backward): where one is needed, "
-                'call it with impl="torch"')
+        instead = INSTEAD.get(public, f'{public} with impl="torch"')
+        text = (f"{public} has no second derivative (double backward): where one is needed, take "
+                f"{instead}")
     else:
         text = f"{name} has no derivative: detach its inputs"
 

@@ -134,7 +134,10 @@ def range_attention_bwd(
 
 
 def _known_parts(query_ranges: Tensor) -> list[_Part]:
-    """The calls, found once for a plan: all layers have the same."""
+    """The calls, found once for a plan: all layers have the same. Of one that was made in inference
+    mode nobody knows whether it has changed."""
+    if query_ranges.is_inference():
+        return list(_parts(query_ranges))
     version, parts = KNOWN.get(query_ranges, (None, []))
     if version != query_ranges._version:
         parts = list(_parts(query_ranges))

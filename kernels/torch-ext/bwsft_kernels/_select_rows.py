@@ -122,7 +122,7 @@ def _select_rows_torch(
         target, row_weight = target[index], row_weight[index]
     else:
         size, index = rows_to_multiply(target, num_rows), None
-        require(~counts[size:].any(), lambda: f"rows after num_rows={num_rows} are supervised")
+        require(~counts[num_rows:].any(), lambda: f"rows after num_rows={num_rows} are supervised")
         counts = counts[:size]
         target = torch.where(counts, target[:size], 1 if excluded_id == 0 else 0)
         row_weight = torch.where(counts, row_weight[:size], 0)

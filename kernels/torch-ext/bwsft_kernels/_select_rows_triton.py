@@ -33,11 +33,11 @@ def _rows_of(
     return row, target, weight, inside & (target != ignore_index) & (weight != 0.0)
 
 
-@triton.jit(do_not_specialize=["T", "N"])  # rows come in any number; compile once
+@triton.jit(do_not_specialize=["T", "N", "listed"])  # rows come in any number; compile once
 def _select_rows_kernel(
     target_ptr, weight_ptr,  # [T], [T] fp32
     index_out, target_out, weight_out, status_out,  # [N] int64, [N] int64, [N] fp32, [2] int64
-    T, N, stride_target, stride_weight, ignore_index, V, excluded_id,
+    T, N, listed, stride_target, stride_weight, ignore_index, V, excluded_id,
     HAS_WEIGHT: tl.constexpr, COMPACT: tl.constexpr, NORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -56,7 +56,7 @@ def _select_rows_kernel(
         row, target, weight, kept = _rows_of(
             target_ptr, weight_ptr, first, T, stride_target, stride_weight, ignore_index,
             HAS_WEIGHT, BLOCK_T)
-        valid = (target >= 0) & (target < V) & (target != excluded_id) & (row < N)
+        valid = (target >= 0) & (target < V) & (target != excluded_id) & (row < listed)
         wrong += tl.sum((kept & ~valid).to(tl.int64), axis=0)
         weight = tl.div_rn(weight, tl.zeros_like(weight) + divisor)
         if COMPACT:
@@ -92,11 +92,11 @@ def select_rows(
     most = len(target) if num_rows is None else rows_to_multiply(target, num_rows)
     index, kept_target, weight, (count, fine) = launch(
         target, row_weight, ignore_index, vocabulary, excluded_id, normalize, most,
-        compact=num_rows is None)
+        len(target) if num_rows is None else num_rows, compact=num_rows is None)
     if checking(target):
         if not fine:
             raise ValueError(_complaint(
-                target, row_weight, ignore_index, vocabulary, excluded_id, most, num_rows))
+                target, row_weight, ignore_index, vocabulary, excluded_id, num_rows))
     else:
         torch._assert_async(fine, "bwsft_kernels: bad input, rerun with BWSFT_DEBUG=1")
     if num_rows is not None:
@@ -108,16 +108,17 @@ def select_rows(
 def launch(
     target: Tensor, row_weight: Tensor | None,  # [T] integers, [T] fp32
     ignore_index: int, vocabulary: int, excluded_id: int | None, normalize: bool,
-    most: int, compact: bool,
+    most: int, listed: int, compact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N], [N], [N], [2]
-    """(index, target, weight, (supervised rows among the first `most`, whether all is well))."""
+    """(index, target, weight, (supervised rows among the first `most`, whether all is well, and
+    none after the first `listed`))."""
     numbers = torch.empty(2 * most + 2, dtype=torch.int64, device=target.device)
     status, index, kept_target = numbers.split((2, most, most))
     weight = torch.empty(most, dtype=torch.float32, device=target.device)
     with on_device(target):
         _select_rows_kernel[(1,)](
             target, weight if row_weight is None else row_weight, index, kept_target, weight,
-            status, len(target), most, target.stride(0),
+            status, len(target), most, listed, target.stride(0),
             0 if row_weight is None else row_weight.stride(0), ignore_index, vocabulary,
             -1 if excluded_id is None else excluded_id,
             HAS_WEIGHT=row_weight is not None, COMPACT=compact, NORMALIZE=normalize,
@@ -128,13 +129,13 @@ def launch(
 
 def _complaint(
     target: Tensor, row_weight: Tensor | None,  # [T] both
-    ignore_index: int, vocabulary: int, excluded_id: int | None, most: int, num_rows: int | None,
+    ignore_index: int, vocabulary: int, excluded_id: int | None, num_rows: int | None,
 ) -> str:
     """What is wrong with the first bad row."""
     kept = target != ignore_index
     if row_weight is not None:
         kept &= row_weight != 0
-    if kept[most:].any():
+    if num_rows is not None and kept[num_rows:].any():
         return f"rows after num_rows={num_rows} are supervised"
     bad = kept & ((target < 0) | (target >= vocabulary))
     what = f"outside [0, {vocabulary})"

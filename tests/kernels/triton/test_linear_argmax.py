@@ -87,7 +87,8 @@ def cases(draw, sizes, vocabularies, depths):
         options["banned_ids"] = draw(st.sampled_from([(), (0,), (v - 1, 1)]))
         options["mask_id"] = draw(st.sampled_from([None, 0, 2, v - 1]))
         options["subs"] = options["mask_id"] is not None and draw(st.booleans())
-    return x, weight, bias if draw(st.booleans()) else None, options
+    bias = draw(st.sampled_from([None, bias, torch.stack([bias, bias], -1)[:, 0]]))
+    return x, weight, bias, options
 
 
 @settings(max_examples=14, deadline=None, derandomize=True, phases=[Phase.generate])

@@ -106,6 +106,13 @@ def test_against_float64(assert_no_worse, case, road):
         check(assert_no_worse, *case[0], **case[1])
 
 
+@pytest.mark.parametrize("vocabulary", [64, 65])
+def test_a_column_as_bias(assert_no_worse, vocabulary):
+    x, weight, bias, target = problem(9, vocabulary, 8, 0, "fp32")
+    column = torch.stack((bias, bias + 1), -1)[:, 0]
+    check(assert_no_worse, x, weight, column, target, torch.ones(()))
+
+
 @pytest.mark.slow
 @settings(max_examples=250, deadline=None, phases=[Phase.generate])
 @given(

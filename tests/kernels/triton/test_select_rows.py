@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bwsft_kernels import _select_rows, _select_rows_triton
 from bwsft_kernels._select_rows import select_rows as in_torch
 from bwsft_kernels._select_rows_triton import BLOCK_T, select_rows
 
@@ -63,7 +64,7 @@ def test_any_integers_any_strides_and_all_ignored(dtype):
     assert_same(target, torch.zeros(100), normalize=True)
 
 
-def test_what_is_refused_is_said_as_in_torch():
+def test_what_is_refused_is_said_as_in_torch(monkeypatch):
     good = torch.tensor([3, -100, 4, 5])
     cases = [
         (torch.tensor([3, V, 4, -1]), dict(), rf"target {V} of row 1 is outside \[0, {V}\)"),
@@ -78,5 +79,15 @@ def test_what_is_refused_is_said_as_in_torch():
                      impl="torch", **arguments)
         with pytest.raises(ValueError, match=message):
             select_rows(target, None, -100, V, normalize=False, **arguments)
+    # A GPU takes rows up to the next multiple of 8; none after num_rows may be supervised.
+    monkeypatch.setattr(_select_rows_triton, "rows_to_multiply", lambda *_: 8)
+    monkeypatch.setattr(_select_rows, "rows_to_multiply", lambda *_: 8)
+    target = torch.full((13,), -100).index_fill(0, torch.arange(6), 2)
+    assert_same(target, None, num_rows=6)
+    for function in (lambda n: select_rows(target, None, -100, V, None, False, n),
+                     lambda n: in_torch(target, None, None, V, -100, None, False, n, torch.float32,
+                                        "torch")):  # fmt: skip
+        with pytest.raises(ValueError, match="rows after num_rows=5 are supervised"):
+            function(5)
     # A bad target that isn't supervised is nobody's business.
     assert_same(torch.tensor([3, V, 4]), torch.tensor([1.0, 0.0, 2.0]))
