@@ -122,7 +122,11 @@ class Template:
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of what is to be answered: a question each, or the turns so far."""
         turns = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-        prepared = [self._prepare(t, (), answered=False) for t in turns]
+        prepared = [
+            self._prepare([{k: v for k, v in first.items() if k != "tools"}, *others],
+                          tuple(first.get("tools", ())), answered=False)
+            for first, *others in turns
+        ]
         return [prompt for prompt, _ in self.tokenize(prepared)]
 
     def reads(self, name: str) -> bool:

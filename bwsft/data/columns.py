@@ -1,5 +1,6 @@
 """The columns of a raw record: which is what, which were read, and what their values are."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,8 @@ def text_of(value: Any, key: str) -> str:
             raise ValueError(f"{key!r} has a part of type {odd[0]!r}: only text can be read")
         return "".join(text_of(part.get("text"), key) for part in value)
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key!r} is {value}, which is no number and no text")
         return str(value)
     if not isinstance(value, str):
         raise ValueError(f"{key!r} is {kind_of(value)}, expected text")

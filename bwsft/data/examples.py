@@ -111,11 +111,12 @@ class ExampleReader:
             yield 0, f"type contains {exclude}"
             return
         said = [i for i, turn in enumerate(record.messages) if turn["role"] == "assistant"]
+        asked = next(i for i, t in enumerate(record.messages) if t["role"] not in records.OPENERS)
         for later, at in enumerate(reversed(said)):
             if at in record.answers:
                 yield later, _unfit(record, at) or self.template.prepare(record, at)
-            elif later == 0:
-                yield 0, "weight 0"
+            elif at > asked:
+                yield later, "weight 0"
             if self.options.turns == "last":
                 return
 

@@ -116,6 +116,14 @@ def places(values: Iterable[Any], name: str) -> Iterator[Row]:
         yield f"{name}, record {number}", value
 
 
+def without_nulls(value: Any, column: bool = True) -> Any:
+    """A value of Arrow without the nulls of objects within its columns: a struct has the fields of
+    all records, and what a record did not have is null there."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v, False) for k, v in value.items() if column or v is not None}
+    return [without_nulls(v, False) for v in value] if isinstance(value, list) else value
+
+
 def _inflate(file: IO[bytes], new_engine: Callable[[], Any], name: str) -> Iterator[bytes]:
     """The content of an archive of one or several members. Every engine has the interface of
     bz2.BZ2Decompressor: decompress, eof and unused_data."""
@@ -237,7 +245,7 @@ def _parquet(file: IO[bytes], name: str) -> Iterator[Row]:
             features = datasets.Features.from_arrow_schema(table.schema_arrow)
             batches = (batch.to_pylist() for batch in table.iter_batches(BATCH))
             decoded = map(features.decode_example, itertools.chain.from_iterable(batches))
-            yield from places(decoded, name)
+            yield from places(map(without_nulls, decoded), name)
         except Exception as error:  # pyarrow raises many kinds
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"can't read {name}: {reason[:300]}") from error

@@ -77,6 +77,7 @@ def normalize(
     weight = fields.take("weight")
     kept = [i for i in spoken if i > asked and _counts(turns[i].pop("weight", None))]
     tools, kind = _tools(fields.take("tools")), fields.take("type")
+    tools = tools or _tools(turns[0].pop("tools", None))  # as `conversation` has them
     unread = fields.unread()
     if len(turns) > spoken[-1] + 1:
         unread += ("turns after the last answer",)
@@ -87,13 +88,16 @@ def normalize(
 
 
 def conversation(raw: Any, columns: Columns | None = None) -> list[Message]:
-    """The turns of a raw record that a model is to answer: all before its last answer, or all."""
-    turns = _turns(Fields(raw, columns or Columns()), None)
+    """The turns of a raw record that a model is to answer: all before its last answer, or all.
+    The first one also has the record's tools."""
+    fields = Fields(raw, columns or Columns())
+    turns, tools = _turns(fields, None), list(_tools(fields.take("tools")))
     while turns and turns[-1]["role"] == "assistant":
         turns.pop()
     if not turns:
         raise ValueError("has no user message")
-    return [{k: v for k, v in turn.items() if k != "weight"} for turn in turns]
+    turns = [{k: v for k, v in turn.items() if k != "weight"} for turn in turns]
+    return [turns[0] | ({"tools": tools} if tools else {}), *turns[1:]]
 
 
 def question(raw: Any, columns: Columns | None = None) -> str | list[Message]:

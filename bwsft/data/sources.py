@@ -156,7 +156,7 @@ def _table_source(table: Any, name: str, place: str) -> Source:
     content = _content(table)
 
     def rows() -> Iterator[Row]:
-        yield from places(table, place)
+        yield from places(map(file_formats.without_nulls, table), place)
         if table.cache_files and _content(table) != content:
             raise file_formats.changed(name)
 

@@ -227,6 +227,8 @@ def read_references(
         if known[1] != reference:
             raise ValueError(f"{place} repeats a question with another answer: "
                              f"{reference!r} here, {known[1]!r} before")
+    if repeated := len(found) - len(references):
+        lines.say(f"{path}: {repeated:,} of {len(found):,} records repeat a question, asked once")
     return references
 
 

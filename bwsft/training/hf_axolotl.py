@@ -39,7 +39,10 @@ ELSEWHERE = {
     "sample_steps": "axolotl samples itself",
 }
 SETTINGS = OWN - {field.name for field in dataclasses.fields(TrainingArguments)} - set(ELSEWHERE)
-REFUSED = ("sample_packing", "pretraining_dataset", "rl", "reward_model", "fsdp_config")
+REFUSED = (
+    "sample_packing", "pretraining_dataset", "rl", "reward_model", "fsdp_config", "test_datasets",
+    "train_on_inputs",
+)  # fmt: skip
 
 
 class BlockwiseArguments(BaseModel):
@@ -99,7 +102,8 @@ def run_of(cfg: Mapping[str, Any] | Any) -> c.Config:
             raise ValueError(f"BlockwisePlugin takes no blockwise.{name}: {reason}")
     if len(sets) != 1:
         raise ValueError("BlockwisePlugin reads one entry of datasets; its path may be a folder")
-    args = BlockwiseConfig(cfg.output_dir, seed=cfg.seed or 42, report_to=[], **given)
+    seed = 42 if cfg.seed is None else cfg.seed
+    args = BlockwiseConfig(cfg.output_dir, seed=seed, report_to=[], **given)
     source = {"subset": sets[0].get("name"), "split": sets[0].get("split")}
     plain = args.run_config()
     return dataclasses.replace(

@@ -86,6 +86,8 @@ def with_lengths(
     ValueError where these are token ids already."""
     if None not in (config.gen_length, config.max_length):
         return config
+    if hasattr(dataset, "__len__") and not len(dataset):
+        raise ValueError("train_dataset has no records")
     if not is_raw(dataset):
         raise ValueError(
             "give the config gen_length and max_length: they can follow a train_dataset of records "

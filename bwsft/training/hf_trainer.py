@@ -34,7 +34,11 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from bwsft import config as c
-from bwsft.checkpoints.generation_config import DecodingContract, write_generation_config
+from bwsft.checkpoints.generation_config import (
+    DecodingContract,
+    read_contract,
+    write_generation_config,
+)
 from bwsft.data.packing import Batch, CanvasLayout, Example, pack
 from bwsft.models.backbone import Family
 from bwsft.models.loading import as_backbone
@@ -270,6 +274,19 @@ class BlockwiseTrainer(Trainer):
         if self.config.context == "block_causal":
             inputs = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
         return Batch(**inputs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As the Trainer's. ValueError for a checkpoint of other blocks or another canvas, as other
+        records may ask for."""
+        then, now = read_contract(Path(resume_from_checkpoint)), self.config
+        own = {"context": now.context, "block_size": now.block_size, "gen_length": now.gen_length}
+        for name, value in own.items():
+            if then is not None and getattr(then, name) != value:
+                raise ValueError(
+                    f"{resume_from_checkpoint} was trained with {name} {getattr(then, name)}, and "
+                    f"this is {value}: say so in the config, or start anew"
+                )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As the Trainer's; the folder also says how to decode the model."""

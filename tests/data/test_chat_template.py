@@ -10,7 +10,7 @@ import tiny_tokenizer
 
 from bwsft.data import chat_template as chat_template_module
 from bwsft.data.chat_template import METAMATH, Template
-from bwsft.data.records import Record
+from bwsft.data.records import Record, normalize, question
 from bwsft.data.tokenizer import load_tokenizer, mask_id_for, tokenizer_digest
 
 DATA = os.environ.get("BWSFT_DATA_DIR")
@@ -295,6 +295,11 @@ def test_tools_reach_the_template():
     prompt, _ = template.tokenize([template.prepare(Record(turns, (1,), tools))])[0]
     assert tokenizer.decode(prompt).startswith('[{"type": "function", "function": {"name": "add<|')
     assert prompt.count(260) == 1  # the user's turn ends
+    raw = {"query": "a", "response": "b", "tools": list(tools)}
+    asked = question(raw)  # and what a decoder is asked is what was trained on
+    assert template.encode_prompts([asked]) == [prompt]
+    again = normalize({"messages": [*asked, {"role": "assistant", "content": "b"}]})
+    assert again.tools == tools and again.messages == turns
 
 
 def test_special_strings_anywhere_in_a_message_stay_text():

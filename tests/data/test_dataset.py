@@ -118,6 +118,7 @@ def test_all_turns_of_a_conversation(tokenizer):
         "{% endfor %}"
     )
     rows = [turns(*"abcdef"), turns("g", "h"), turns("i", "", "k", "l", weight=0)]
+    rows.append(turns(*"mnop") | {"weight": 0})  # both of its turns
     options = DataOptions(template="chat", max_length=20, turns="all")
     kept = load_set(rows, chatty, options)
     texts = [(chatty.decode(kept.prompt(i)), chatty.decode(kept.response(i))) for i in range(4)]
@@ -127,8 +128,8 @@ def test_all_turns_of_a_conversation(tokenizer):
     ]
     assert kept.record_numbers.tolist() == [0, 0, 0, 1]
     assert len(set(kept.sample_ids.tolist())) == 4
-    assert kept.report["dropped"] == {"weight 0": 1, "empty response": 1}
-    assert kept.summary().startswith("kept 4 of 6 turns of 3 records (66.67%)")
+    assert kept.report["dropped"] == {"weight 0": 3, "empty response": 1}
+    assert kept.summary().startswith("kept 4 of 8 turns of 4 records (50.00%)")
     # The last turn keeps its number, so its masks do not depend on the option.
     alone = load_set(rows, chatty, dataclasses.replace(options, turns="last"))
     assert alone.sample_ids.tolist() == [kept.sample_ids[0], kept.sample_ids[3]] == [0, 1]

@@ -141,6 +141,8 @@ def test_conversations_to_answer():
     ({"query": ["a"], "response": "2"}, "'query' is a list, expected text"),
     ({"query": "a", "response": {}}, "'response' is an object, expected text"),
     ({"query": "a", "response": True}, "'response' is a boolean, expected text"),
+    ({"query": "a", "response": float("nan")}, "'response' is nan, which is no number and no text"),
+    ({"query": float("-inf"), "response": "a"}, "'query' is -inf"),
     ({"messages": []}, "non-empty list"),
     ({"messages": "hi"}, "non-empty list"),
     ({"messages": ["hi"]}, "message 0 is text"),

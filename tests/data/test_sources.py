@@ -206,6 +206,20 @@ def test_parquet_decodes_what_is_stored_as_json(tmp_path):
         read(path)
 
 
+def test_fields_that_other_records_have_are_not_there(tmp_path):
+    """Arrow gives every struct the fields of all of them, null where a record had none."""
+    import datasets
+    import pyarrow
+    from pyarrow import parquet as parquet_file
+
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "ask", "arguments": {"city": "x"}}]
+    rows = [{"query": "q", "response": "r", "tools": [call], "id": None} for call in calls]
+    rows[1]["id"] = 1
+    parquet_file.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for source in (tmp_path / "a.parquet", datasets.Dataset.from_list(rows)):
+        assert [row for _, row in open_source(source).rows()] == rows
+
+
 # --- folders and globs ---
 
 

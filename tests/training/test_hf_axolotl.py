@@ -127,8 +127,15 @@ def test_it_trains_in_the_package(said, monkeypatch):
     assert losses(trainer) == losses(direct(cfg))
 
 
+def test_seed_0_is_a_seed(said, documented):
+    from bwsft.training.hf_axolotl import run_of
+
+    assert [run_of(said(seed=seed)).seed for seed in (0, None)] == [0, 42]
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"sample_packing": True}, "takes no sample_packing"),
+    ({"test_datasets": [{"path": "a.jsonl"}]}, "takes no test_datasets"),
     ({"blockwise": {"holdout": 0.1}}, "blockwise.holdout: val_set_size says it"),
     ({"blockwise": {"learning_rate": 1.0}}, "blockwise.learning_rate: known are .*block_size"),
     ({"datasets": []}, "one entry of datasets"),

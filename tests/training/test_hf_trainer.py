@@ -120,6 +120,10 @@ def test_resume_of_a_whole_model(flat, make_run, tmp_path):
     save = {"save_strategy": "steps", "save_steps": 2}
     whole, recorder = trainer_of(fresh[0], run.config, run.files.tokenizer, tmp_path / "hf", **save)
     whole.train()
+    larger = dataclasses.replace(run.config, block_size=8)
+    other, _ = trainer_of(fresh[1], larger, run.files.tokenizer, tmp_path / "hf", **save)
+    with pytest.raises(ValueError, match="was trained with block_size 4, and this is 8"):
+        other.train(resume_from_checkpoint=str(tmp_path / "hf/checkpoint-2"))
     resumed, second = trainer_of(fresh[1], run.config, run.files.tokenizer, tmp_path / "hf", **save)
     resumed.train(resume_from_checkpoint=str(tmp_path / "hf/checkpoint-2"))
     assert second.losses == recorder.losses[2:]
