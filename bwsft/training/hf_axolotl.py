@@ -33,6 +33,8 @@ from bwsft.training.hf_trainer import BlockwiseTrainer, load_examples
 # Fields of BlockwiseConfig that are said elsewhere in axolotl, and where.
 ELSEWHERE = {
     "holdout": "val_set_size says it",
+    "subset": "name of the entry of datasets says it",
+    "split": "split of the entry of datasets says it",
     "mask_token": "put mask_token_id into the model's config.json",
     "logit_shift": "put logit_shift into the model's config.json",
     "sample_prompts": "axolotl samples itself",

@@ -63,6 +63,10 @@ class BlockwiseConfig(TrainingArguments):
     """Prompt text: the tokenizer's chat template, the paper's instruction, or raw text."""
     template_args: str | None = None
     """Arguments of the chat template, such as enable_thinking=false."""
+    subset: str | None = None
+    """Of a train_dataset by name: configuration of a Hub data set, such as openai/gsm8k's main."""
+    split: str | None = None
+    """Of a train_dataset by name: its split, or a slice such as train[:1000]."""
     columns: str | None = None
     """What other columns are, as prompt=q,response=a,ignore=url."""
     turns: Literal["last", "all"] = "last"
@@ -116,7 +120,8 @@ class BlockwiseConfig(TrainingArguments):
         flat = ("seed", "block_size", "gen_length", "max_length", "context", "draws_per_context",
                 "active_blocks", "block_size_schedule", "clean_attention", "ar_weight",
                 "mask_token", "logit_shift")  # fmt: skip
-        data = ("template", "template_args", "columns", "turns", "on_bad", "canvas")
+        data = ("template", "template_args", "subset", "split", "columns", "turns", "on_bad",
+                "canvas")  # fmt: skip
         objective = ("blocks", "weight", "empty", "low", "high", "pairs", "suffix_weight",
                      "confidence", "context_grad")  # fmt: skip
 

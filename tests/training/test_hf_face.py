@@ -104,7 +104,8 @@ def test_every_setting_reaches_the_config(tmp_path):
         block_size=8, gen_length=64, max_length=99, context="cached", draws_per_context=2,
         active_blocks=2, block_size_schedule=0.5, clean_attention="causal", ar_weight=0.5,
         mask_token="[M]", logit_shift=1, template="none", template_args="a=1", columns="prompt=q",
-        turns="all", on_bad="skip", canvas="response", eval_draws=2, objective="classical",
+        subset="main", split="train[:9]", turns="all", on_bad="skip", canvas="response",
+        eval_draws=2, objective="classical",
         blocks="length", weight="flat", empty="skip", low=0.1, high=0.9, pairs=True,
         suffix_weight=0.5, confidence=0.5, context_grad=False,
     )  # fmt: skip
