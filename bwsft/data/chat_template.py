@@ -221,6 +221,9 @@ class Template:
             raise ValueError("the chat template does not end the answer as it ends others")
         if body.startswith(prompt):
             response = body[len(prompt) :]
+            near = prompt[-len(content) :] + response  # whose start the prompt may have
+            if "".join(content.split()) not in "".join(near.split()):
+                raise ValueError("the chat template rewrites the text of the answer")
             # A block that the template makes up (Qwen3's empty <think>) and no decoder sends is
             # left out, unless the answer has one; blanks belong to the answer.
             made_up = self.lead.strip() and response.startswith(self.lead)

@@ -287,6 +287,17 @@ def test_arguments_and_the_date():
         Template(tokenizer, "chat", "style")
 
 
+def test_text_that_the_template_leaves_out_is_missed():
+    """As Qwen3's does what is before a thought."""
+    cut = "('[think]' if '[think]' in m['content'] else '') + m['content'].split('[think]')[-1] +"
+    template = Template(byte_tokenizer(PLAIN.replace("m['content'] +", cut)), "chat")
+    turns = conversation(("user", "a"), ("assistant", "[think]x[/think] b")).messages
+    assert template.prepare(Record(turns, (1,))).response.endswith("[think]x[/think] b")
+    turns = conversation(("user", "a"), ("assistant", "Well. [think]x[/think] b")).messages
+    with pytest.raises(ValueError, match="rewrites the text of the answer"):
+        template.prepare(Record(turns, (1,)))
+
+
 def test_tools_reach_the_template():
     tokenizer = byte_tokenizer("{{ (tools or []) | tojson }}" + PLAIN)
     tools = ({"type": "function", "function": {"name": "add<|eot|>"}},)
