@@ -24,6 +24,7 @@ from bwsft.commands.card_memory import (
 from bwsft.commands.hollow_run import (
     by_layers,
     countable,
+    cuts,
     is_on_a_card,
     mode_of,
     nominal,
@@ -159,8 +160,8 @@ def step_of(config: c.Config, backbone: Backbone) -> np.ndarray:
     tokens, run = [], backbone.run_layers
     backbone.run_layers = lambda ids, *rest: tokens.append(len(ids)) or run(ids, *rest)
     with flop_counter() as flops:
-        for offset in range(config.active_blocks):
+        for offset in range(cuts(config)):
             batch = nominal_batch(config, backbone, 1, offset)
             for loss in mode_of(config, backbone).losses(batch, Place(0, 0, 1, batch.ids.numel())):
                 loss.total.backward()
-    return np.array([sum(tokens), flops.get_total_flops()]) / config.active_blocks
+    return np.array([sum(tokens), flops.get_total_flops()]) / cuts(config)

@@ -85,9 +85,15 @@ def nominal_batch(config: c.Config, backbone: Backbone, size: int, offset: int =
     rows = [np.zeros(length, dtype=np.int64) for length in nominal(config)]
     examples = [Example(*rows, number) for number in range(size)]
     batch = pack(examples, layout_of(config, backbone.family))
-    if config.active_blocks > 1:
+    if cuts(config) > 1:
         batch = dataclasses.replace(batch, visits=visits_of(batch, config, offset))
     return batch
+
+
+def cuts(config: c.Config) -> int:
+    """Ways to cut a response in groups of active blocks that cost differently: in exact mode, whose
+    pass is of one group, none do."""
+    return config.active_blocks if config.context == "block_causal" else 1
 
 
 def visits_of(batch: Batch, config: c.Config, offset: int) -> Tensor:
@@ -106,7 +112,7 @@ def worst_offset(config: c.Config, backbone: Backbone) -> int:
     ends before that, is longest."""
     shape = (torch.tensor([length]) for length in nominal(config))
     blocks = int(mask_spec(config, backbone.family).grid.num_blocks(*shape))
-    return (1 - blocks) % config.active_blocks
+    return (1 - blocks) % cuts(config)
 
 
 def mode_of(config: c.Config, backbone: Backbone) -> ContextMode:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bwsft.data.outlines import Outlines
-from bwsft.data.records import Message, Record
+from bwsft.data.records import Message, Record, turns_and_tools
 from bwsft.data.tokenizer import (
     encode,
     first_ids,
@@ -121,12 +121,7 @@ class Template:
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of what is to be answered: a question each, or the turns so far."""
-        turns = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-        prepared = [
-            self._prepare([{k: v for k, v in first.items() if k != "tools"}, *others],
-                          tuple(first.get("tools", ())), answered=False)
-            for first, *others in turns
-        ]
+        prepared = [self._prepare(*turns_and_tools(p), answered=False) for p in prompts]
         return [prompt for prompt, _ in self.tokenize(prepared)]
 
     def reads(self, name: str) -> bool:

@@ -32,6 +32,8 @@ SPEAKERS = {
 }  # fmt: skip
 OPENERS = ("system", "developer", "assistant")  # who can speak before anybody has asked
 
+TOOLS = "tools of the record"  # a field of a first turn that is passed on without its record
+
 Message = dict[str, Any]
 
 
@@ -76,8 +78,8 @@ def normalize(
         raise ValueError("has no user message before its last assistant message")
     weight = fields.take("weight")
     kept = [i for i in spoken if i > asked and _counts(turns[i].pop("weight", None))]
-    tools, kind = _tools(fields.take("tools")), fields.take("type")
-    tools = tools or _tools(turns[0].pop("tools", None))  # as `conversation` has them
+    turns, passed_on = turns_and_tools(turns)
+    tools, kind = _tools(fields.take("tools")) or passed_on, fields.take("type")
     unread = fields.unread()
     if len(turns) > spoken[-1] + 1:
         unread += ("turns after the last answer",)
@@ -89,7 +91,7 @@ def normalize(
 
 def conversation(raw: Any, columns: Columns | None = None) -> list[Message]:
     """The turns of a raw record that a model is to answer: all before its last answer, or all.
-    The first one also has the record's tools."""
+    The first one also has the record's tools, as TOOLS."""
     fields = Fields(raw, columns or Columns())
     turns, tools = _turns(fields, None), list(_tools(fields.take("tools")))
     while turns and turns[-1]["role"] == "assistant":
@@ -97,7 +99,14 @@ def conversation(raw: Any, columns: Columns | None = None) -> list[Message]:
     if not turns:
         raise ValueError("has no user message")
     turns = [{k: v for k, v in turn.items() if k != "weight"} for turn in turns]
-    return [turns[0] | ({"tools": tools} if tools else {}), *turns[1:]]
+    return [turns[0] | ({TOOLS: tools} if tools else {}), *turns[1:]]
+
+
+def turns_and_tools(asked: str | Sequence[Message]) -> tuple[list[Message], tuple[Any, ...]]:
+    """What `question` gives, as a chat template takes it."""
+    turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    tools = tuple(tool for turn in turns for tool in turn.get(TOOLS, ()))
+    return [{k: v for k, v in turn.items() if k != TOOLS} for turn in turns], tools
 
 
 def question(raw: Any, columns: Columns | None = None) -> str | list[Message]:

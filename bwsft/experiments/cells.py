@@ -192,13 +192,13 @@ def meter(config: c.Config, timed: bool = False) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         config = dataclasses.replace(config, out=str(Path(scratch) / "run"))
         run = setup(config, *open_run(config))
-        total, tokens, size_at = 0.0, 0.0, functools.partial(block_size_at, config)
-        for _, updates in itertools.groupby(range(config.steps), size_at):
+        total, tokens, size_at = 0.0, 0.0, functools.partial(block_size_at, run.config)
+        for _, updates in itertools.groupby(range(run.config.steps), size_at):
             of_size = list(updates)
             taken = of_size[:METERED]
             with flop_counter() as flops:
                 steps = [train_step(run, i) for i in taken]
-            share = len(of_size) / config.steps / len(taken)
+            share = len(of_size) / run.config.steps / len(taken)
             total += share * flops.get_total_flops()
             tokens += share * sum(step.tokens for step in steps)
         for i in range(METERED, METERED + TIMED if timed else METERED):
