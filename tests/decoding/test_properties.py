@@ -34,7 +34,8 @@ def configs(draw):
         fields["steps"] = None if per_block is None else per_block * blocks
     else:
         name = {"entropy": "entropy_bound"}.get(rule, rule)
-        fields[name] = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0, 2.0, 100.0]))
+        more = [] if rule == "threshold" else [2.0, 100.0]  # no confidence is above 1
+        fields[name] = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0, *more]))
     if rule in ("quota", "threshold"):
         orders = [None, "confidence", "margin", "entropy", "random", "left"]
         fields["order"] = draw(st.sampled_from(orders))

@@ -272,7 +272,7 @@ def configs(draw):
     rule = draw(st.sampled_from(["rcr", "routed", "edit"]))
     fields = {"rule": rule}
     if rule == "edit":
-        fields["threshold"] = draw(st.sampled_from([0.0, 0.3, 2.0]))
+        fields["threshold"] = draw(st.sampled_from([0.0, 0.3, 1.0]))
         fields["edit_threshold"] = draw(st.sampled_from([0.0, 0.2, 0.5, 1.0, 2.0]))
         fields["post_steps"] = draw(st.sampled_from([None, 0, 2]))
     else:
